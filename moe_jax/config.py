@@ -1,0 +1,224 @@
+"""Frozen configuration: the mesh switches (`ParallelConfig`), the MoE switches (`MoEConfig`) and the model (`ModelConfig`).
+
+The names of the first two are those of SageMaker's model parallel library v2 (SMP v2). No arrays and no mesh live here, so
+every config is hashable and can be a static part of a pytree.
+"""
+
+import dataclasses
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+from moe_jax.errors import ConfigError, refuse_unknown, require
+
+BALANCING_MODES = ("sinkhorn", "aux_loss", "none")
+ROPE_TYPES = ("default", "linear", "dynamic", "yarn", "llama3")
+ACTIVATIONS = ("silu", "gelu", "gelu_pytorch_tanh", "relu")
+QK_NORMS = ("none", "per_head", "full_width")
+# SMP's default; XLA decides itself how early an offloaded activation is fetched, so no other value could take effect.
+ACTIVATION_LOADING_HORIZON = 2
+
+
+def _is_int(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ParallelConfig:
+    """The keys of `moe_jax.init`: sizes of the mesh axes and settings of the whole run.
+
+    expert_parallel_degree: size of the `expert` axis; divides the number of devices and of experts.
+    hybrid_shard_degree: size of the `fsdp` axis; 0 takes all devices / expert_parallel_degree; what is left over is the
+        `replica` axis.
+    tensor_parallel_degree, context_parallel_degree: only 1.
+    sm_activation_offloading: keep the inputs of rematerialised layers in host memory between forward and backward.
+    activation_loading_horizon: only 2 (SMP's default); XLA schedules the loads.
+    random_seed: seed of every parameter outside the MoE layers.
+    """
+
+    expert_parallel_degree: int = 1
+    hybrid_shard_degree: int = 0
+    tensor_parallel_degree: int = 1
+    context_parallel_degree: int = 1
+    sm_activation_offloading: bool = False
+    activation_loading_horizon: int = ACTIVATION_LOADING_HORIZON
+    random_seed: int = 12345
+
+    def __post_init__(self) -> None:
+        ep, fsdp = self.expert_parallel_degree, self.hybrid_shard_degree
+        require(_is_int(ep) and ep >= 1, "expert_parallel_degree", ep, "a positive integer")
+        require(_is_int(fsdp) and fsdp >= 0, "hybrid_shard_degree", fsdp, "0 (all devices) or a positive integer")
+        for name in ("tensor_parallel_degree", "context_parallel_degree"):
+            require(getattr(self, name) == 1, name, getattr(self, name), "1 (this parallelism is not built)")
+        require(isinstance(self.sm_activation_offloading, bool), "sm_activation_offloading",
+                self.sm_activation_offloading, "true or false")  # fmt: skip
+        require(self.activation_loading_horizon == ACTIVATION_LOADING_HORIZON, "activation_loading_horizon",
+                self.activation_loading_horizon, f"{ACTIVATION_LOADING_HORIZON} (XLA schedules the loads)")  # fmt: skip
+        require(_is_int(self.random_seed) and self.random_seed >= 0, "random_seed", self.random_seed, "an integer >= 0")
+
+    @classmethod
+    def load(cls, config: "Mapping[str, Any] | str | Path | ParallelConfig | None") -> "ParallelConfig":
+        """Reads a dict, the path of a JSON file, or None for the defaults; refuses unknown keys."""
+        if isinstance(config, ParallelConfig):
+            return config
+        if isinstance(config, str | Path):
+            path = Path(config)
+            try:
+                config = json.loads(path.read_text())
+            except OSError as error:
+                raise ConfigError(f"init config {str(path)!r} cannot be read: {error.strerror}") from None
+            except json.JSONDecodeError as error:
+                raise ConfigError(f"init config {str(path)!r} is not JSON: {error}") from None
+        if config is None:
+            return cls()
+        if not isinstance(config, Mapping):
+            raise ConfigError(f"init config is a {type(config).__name__}, but must be a dict, a JSON file's path or None")
+        refuse_unknown("init config", config, (f.name for f in dataclasses.fields(cls)))
+        return cls(**config)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class MoEConfig:
+    """The switches of the MoE layers, with SMP v2's names.
+
+    smp_moe: False runs the Hugging Face block without token exchange; `expert_parallel_degree` must then be 1.
+    random_seed: seed of the router's and the experts' initial parameters.
+    moe_load_balancing: "sinkhorn" (training routes by a balanced plan, no gradient through the iteration), "aux_loss"
+        (the Hugging Face routing, with `moe_aux_loss_coeff` times the load-balancing loss), "none". Evaluation always
+        uses the model's own routing.
+    global_token_shuffle: only False.
+    moe_all_to_all_dispatcher: True exchanges tokens by all-to-all, False by all-gather and reduce-scatter.
+    moe_aux_loss_coeff: weight of the load-balancing loss; applies under "aux_loss" only.
+    moe_z_loss_coeff: weight of mean(logsumexp(router logits)^2), under every mode.
+    sinkhorn_max_iterations, sinkhorn_tolerance: the iteration stops when the column sums are within
+        `sinkhorn_tolerance` (relative) of their target, at the latest after `sinkhorn_max_iterations`.
+    """
+
+    smp_moe: bool = True
+    random_seed: int = 12345
+    moe_load_balancing: Literal["sinkhorn", "aux_loss", "none"] = "sinkhorn"
+    global_token_shuffle: bool = False
+    moe_all_to_all_dispatcher: bool = True
+    moe_aux_loss_coeff: float = 0.001
+    moe_z_loss_coeff: float = 0.001
+    sinkhorn_max_iterations: int = 64
+    sinkhorn_tolerance: float = 1e-3
+
+    def __post_init__(self) -> None:
+        mode = self.moe_load_balancing
+        require(mode in BALANCING_MODES, "moe_load_balancing", mode, f"one of {', '.join(map(repr, BALANCING_MODES))}")
+        for name in ("smp_moe", "global_token_shuffle", "moe_all_to_all_dispatcher"):
+            require(isinstance(getattr(self, name), bool), name, getattr(self, name), "True or False")
+        require(not self.global_token_shuffle, "global_token_shuffle", True, "False (the shuffle is not built)")
+        require(_is_int(self.random_seed) and self.random_seed >= 0, "random_seed", self.random_seed, "an integer >= 0")
+        for name in ("moe_aux_loss_coeff", "moe_z_loss_coeff"):
+            value = getattr(self, name)
+            require(_is_number(value) and 0 <= value < float("inf"), name, value, "a finite number >= 0")
+        cap, tol = self.sinkhorn_max_iterations, self.sinkhorn_tolerance
+        require(_is_int(cap) and cap >= 1, "sinkhorn_max_iterations", cap, "a positive integer")
+        require(_is_number(tol) and tol > 0, "sinkhorn_tolerance", tol, "a positive number")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RopeConfig:
+    """Rotary position embedding, of the default or a scaled type.
+
+    `original_max_positions` is the length that the scaling refers to. `attention_factor` 0 means "by the type's formula".
+    """
+
+    rope_type: str = "default"
+    theta: float = 10000.0
+    factor: float = 1.0
+    original_max_positions: int = 0
+    attention_factor: float = 0.0
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    mscale: float = 0.0
+    mscale_all_dim: float = 0.0
+    truncate: bool = True
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+
+    def __post_init__(self) -> None:
+        require(self.rope_type in ROPE_TYPES, "rope_type", self.rope_type, f"one of {', '.join(map(repr, ROPE_TYPES))}")
+        require(self.theta > 0, "rope_theta", self.theta, "positive")
+        if self.rope_type in ("linear", "dynamic", "yarn", "llama3"):
+            require(self.factor >= 1, f"factor of rope_type {self.rope_type!r}", self.factor, "at least 1")
+        if self.rope_type in ("dynamic", "yarn", "llama3"):
+            require(self.original_max_positions > 0, "original_max_position_embeddings", self.original_max_positions,
+                    "positive")  # fmt: skip
+        if self.rope_type == "llama3":
+            require(self.low_freq_factor < self.high_freq_factor, "low_freq_factor", self.low_freq_factor,
+                    f"below high_freq_factor ({self.high_freq_factor})")  # fmt: skip
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LayerConfig:
+    """What one layer is: equal neighbours (or equal repeats of a short pattern) are stacked and scanned."""
+
+    is_moe: bool = True
+    sliding_window: int = 0  # a query sees itself and the sliding_window - 1 positions before it; 0: all before it
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ModelConfig:
+    """One decoder-only transformer; every family is a choice of these fields (`converters/` translates the HF configs).
+
+    family: the HF `model_type`; only the bridge reads it.
+    layers: one `LayerConfig` a layer.
+    intermediate_size: width of the dense MLP layers; moe_intermediate_size: width of an expert.
+    norm_topk_prob: divide the chosen experts' softmax probabilities by their sum.
+    qk_norm: RMS norm of queries and keys before the rotary embedding, over each head or over all heads together.
+    clip_qkv: clamp of q, k and v to +-clip_qkv after that norm; 0 means none.
+    """
+
+    family: str
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    moe_intermediate_size: int
+    num_experts: int
+    num_experts_per_tok: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    layers: tuple[LayerConfig, ...]
+    rope: RopeConfig
+    norm_topk_prob: bool = True
+    hidden_act: str = "silu"
+    attention_bias: bool = False
+    qk_norm: Literal["none", "per_head", "full_width"] = "none"
+    clip_qkv: float = 0.0
+    rms_norm_eps: float = 1e-6
+    tie_word_embeddings: bool = False
+    initializer_range: float = 0.02
+    max_position_embeddings: int = 4096
+
+    def __post_init__(self) -> None:
+        for name in ("vocab_size", "hidden_size", "num_heads", "num_kv_heads", "head_dim", "num_experts",
+                     "num_experts_per_tok", "moe_intermediate_size", "max_position_embeddings"):  # fmt: skip
+            require(_is_int(getattr(self, name)) and getattr(self, name) >= 1, name, getattr(self, name), "positive")
+        require(self.num_heads % self.num_kv_heads == 0, "num_kv_heads", self.num_kv_heads,
+                f"a divisor of num_heads ({self.num_heads})")  # fmt: skip
+        require(self.head_dim % 2 == 0, "head_dim", self.head_dim, "even (rotary pairs)")
+        require(self.num_experts_per_tok <= self.num_experts, "num_experts_per_tok", self.num_experts_per_tok,
+                f"at most num_experts ({self.num_experts})")  # fmt: skip
+        require(len(self.layers) >= 1, "layers", self.layers, "at least one layer")
+        require(self.hidden_act in ACTIVATIONS, "hidden_act", self.hidden_act, f"one of {', '.join(ACTIVATIONS)}")
+        require(self.qk_norm in QK_NORMS, "qk_norm", self.qk_norm, f"one of {', '.join(QK_NORMS)}")
+        require(self.clip_qkv >= 0, "clip_qkv", self.clip_qkv, "positive, or 0 for none")
+        if any(not layer.is_moe for layer in self.layers):
+            require(self.intermediate_size >= 1, "intermediate_size", self.intermediate_size, "positive")
+
+    @property
+    def num_layers(self) -> int:
+        return len(self.layers)
+
+    @property
+    def num_moe_layers(self) -> int:
+        return sum(layer.is_moe for layer in self.layers)

@@ -1,0 +1,205 @@
+"""Hugging Face -> `CausalLM` and back: the one module of `moe_jax` that uses `converters`."""
+
+import copy
+import json
+import logging
+import tempfile
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+
+import converters
+from moe_jax.config import ModelConfig, MoEConfig
+from moe_jax.errors import ConfigError
+from moe_jax.mesh import state
+from moe_jax.model import CausalLM, named_parameters
+from moe_jax.sharding import is_param, parameter_shardings
+from moe_jax.source import HFSource
+
+logger = logging.getLogger("moe_jax")
+
+COMPUTE_DTYPES = {"float32": jnp.float32, "bfloat16": jnp.bfloat16, "float16": jnp.float16}
+
+
+def transform(
+    model: Any, config: MoEConfig | None = None, dtype: Any = None, *, remat: str = "full", carry_unknown: bool = False
+) -> CausalLM:
+    """A `CausalLM` on the current mesh, its parameters born in their shards.
+
+    model: a torch Hugging Face model (its weights are carried over); a checkpoint folder (read slice by slice straight into
+        the shards, without torch); or a Hugging Face config, as the config object or its dict (random initial weights, the
+        same on every mesh).
+    config: the MoE switches; None for their defaults.
+    dtype: the compute dtype, "float32", "bfloat16" or "float16"; None takes the model's own. Parameters are float32
+        always: they are the master copy that an optimizer updates.
+    remat: what the backward pass recomputes: "full" keeps only the layers' inputs and the routing, "dispatched" also the rows
+        that the experts received (so that the exchange is not repeated), "none" everything.
+    carry_unknown: take a folder with tensors that the model has no place for, and write them back unchanged.
+    Raises `ConfigError` for anything that does not fit together, before a weight is read where that is possible.
+    """
+    moe = MoEConfig() if config is None else config
+    if not isinstance(moe, MoEConfig):
+        raise ConfigError(f"config is a {type(moe).__name__}, but must be a moe_jax.MoEConfig")
+    if isinstance(model, str | Path):
+        loaded = converters.open_folder(Path(model), carry_unknown=carry_unknown)
+    elif hasattr(model, "state_dict") and hasattr(model, "config"):
+        loaded = _open_torch_model(model)
+    else:
+        return _from_config(model, moe, dtype, remat)
+    abstract = abstract_model(loaded.model_config, moe, _compute_dtype(dtype, loaded.source), loaded.source, remat=remat)
+    return fill(abstract, loaded.read)
+
+
+def save_pretrained(model: CausalLM, folder: str | Path, max_shard_size: int | str | None = None) -> None:
+    """Writes the model as a Hugging Face checkpoint: names, dtypes, shards and other files as in the source.
+
+    folder: absent or empty; it appears complete or not at all.
+    max_shard_size: bytes, or "100MB"; None keeps the source's shards (a model without source files gets 5 GB shards).
+    """
+    if model.source is None:
+        raise ConfigError("this model has no Hugging Face source (it was not made by transform), so it cannot be exported")
+    max_bytes = converters.parse_size(max_shard_size) if isinstance(max_shard_size, str) else max_shard_size
+    parameters = {name: param[...] for name, param in named_parameters(model).items()}
+    converters.export(model.config, model.source, lambda name, prefix: fetch(parameters[name], prefix), Path(folder),
+                      max_bytes)  # fmt: skip
+
+
+def abstract_model(
+    model_config: ModelConfig, moe: MoEConfig, dtype: Any, source: HFSource | None, *, remat: str = "full"
+) -> CausalLM:
+    """The model with a `jax.ShapeDtypeStruct` (its sharding set) in the place of every array."""
+    _check(model_config, moe)
+    model = jax.eval_shape(_constructor(model_config, moe, dtype, source, remat))
+    return jax.tree.map(
+        lambda a, sharding: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=sharding), model, parameter_shardings(model)
+    )
+
+
+def fill(abstract: CausalLM, read: Callable[[str, tuple[slice, ...]], np.ndarray]) -> CausalLM:
+    """The model whose parameters are `read(name, slices)`, asked for only the slices of this process's shards."""
+    leaves = jax.tree.leaves(abstract)
+    arrays = [
+        jax.make_array_from_callback(leaf.shape, leaf.sharding, lambda index, name=name: read(name, index))
+        for name, leaf in zip(named_parameters(abstract), leaves, strict=True)
+    ]
+    return jax.tree.unflatten(jax.tree.structure(abstract), arrays)
+
+
+def fetch(array: jax.Array, prefix: tuple[int, ...]) -> np.ndarray:
+    """array[prefix] on the host, copying from each device no more than its part of that block."""
+    if not array.is_fully_addressable:
+        raise ConfigError("save_pretrained needs all shards in one process; this array spans several")
+    result = np.empty(array.shape[len(prefix) :], array.dtype)
+    seen = set()
+    for shard in array.addressable_shards:
+        starts = [s.start or 0 for s in shard.index]
+        local = tuple(p - start for p, start in zip(prefix, starts, strict=False))
+        inside = all(0 <= i < size for i, size in zip(local, shard.data.shape, strict=False))
+        if not inside or tuple(starts) in seen:
+            continue
+        seen.add(tuple(starts))
+        block = shard.data
+        for i in local:
+            block = jax.lax.dynamic_index_in_dim(block, i, keepdims=False)
+        result[tuple(shard.index[len(prefix) :])] = np.asarray(block)
+    return result
+
+
+def _constructor(model_config: ModelConfig, moe: MoEConfig, dtype: Any, source: HFSource | None, remat: str):
+    parallel = state.config
+    return lambda: CausalLM(
+        model_config, moe, dtype=dtype, source=source, seed=parallel.random_seed, remat=remat,
+        offload=parallel.sm_activation_offloading,
+    )  # fmt: skip
+
+
+def _from_config(hf_config: Any, moe: MoEConfig, dtype: Any, remat: str) -> CausalLM:
+    """A model with random weights from a Hugging Face config or its dict."""
+    raw, files = _config_and_files(hf_config)
+    stored = _dtype_name(dtype) if dtype is not None else _dtype_name(raw.get("dtype") or raw.get("torch_dtype") or "float32")
+    model_config, source = converters.new_source(raw, files, stored)
+    _check(model_config, moe)
+    create = _constructor(model_config, moe, COMPUTE_DTYPES[stored], source, remat)
+    return jax.jit(create, out_shardings=parameter_shardings(jax.eval_shape(create)))()
+
+
+def _config_and_files(hf_config: Any) -> tuple[dict[str, Any], dict[str, bytes]]:
+    if isinstance(hf_config, Mapping):
+        return dict(hf_config), {}
+    if hasattr(hf_config, "model_type") and hasattr(hf_config, "save_pretrained"):
+        files = _saved_files(hf_config)
+        return _parse_config(files), files
+    raise ConfigError(
+        f"transform got a {type(hf_config).__name__}, but takes a Hugging Face model, a config (object or dict) or a folder"
+    )
+
+
+def _saved_files(*parts: Any) -> dict[str, bytes]:
+    """The files that `save_pretrained` of a config (and generation config) writes."""
+    with tempfile.TemporaryDirectory() as folder:
+        for part in parts:
+            part.save_pretrained(folder)
+        return {path.name: path.read_bytes() for path in sorted(Path(folder).iterdir())}
+
+
+def _parse_config(files: dict[str, bytes]) -> dict[str, Any]:
+    return json.loads(files["config.json"])
+
+
+def _open_torch_model(model: Any) -> Any:
+    """The torch model's tensors as NumPy views, under its in-memory names."""
+    hf_config = copy.deepcopy(model.config)
+    hf_config.architectures = [type(model).__name__]
+    hf_config.dtype = model.dtype
+    parts = [hf_config]
+    if getattr(model, "can_generate", lambda: False)() and getattr(model, "generation_config", None) is not None:
+        parts.append(model.generation_config)
+    files = _saved_files(*parts)
+    tensors, seen = {}, set()
+    for name, tensor in model.state_dict().items():
+        if tensor.data_ptr() not in seen:  # a tied head shares the embedding's memory; transformers writes it once
+            tensors[name] = _to_numpy(tensor)
+        seen.add(tensor.data_ptr())
+    return converters.open_state_dict(_parse_config(files), tensors, files)
+
+
+def _to_numpy(tensor: Any) -> np.ndarray:
+    import torch
+
+    tensor = tensor.detach().cpu()
+    if tensor.dtype == torch.bfloat16:
+        return tensor.contiguous().view(torch.int16).numpy().view(ml_dtypes.bfloat16)
+    return tensor.numpy()
+
+
+def _dtype_name(dtype: Any) -> str:
+    name = str(dtype).removeprefix("torch.") if "torch" in str(type(dtype)) or isinstance(dtype, str) else jnp.dtype(dtype).name
+    if name not in COMPUTE_DTYPES:
+        raise ConfigError(f"dtype is {name!r}, but must be one of {', '.join(map(repr, COMPUTE_DTYPES))}")
+    return name
+
+
+def _compute_dtype(dtype: Any, source: HFSource) -> Any:
+    own = source.config.get("dtype") or source.config.get("torch_dtype") or "float32"
+    return COMPUTE_DTYPES[_dtype_name(own if dtype is None else dtype)]
+
+
+def _check(config: ModelConfig, moe: MoEConfig) -> None:
+    """Refuses a model that the mesh cannot hold; says once what has no effect or starves the router."""
+    if config.num_experts % state.expert_size:
+        raise ConfigError(
+            f"expert_parallel_degree is {state.expert_size}, but must divide the model's {config.num_experts} experts"
+        )
+    if not moe.smp_moe and state.expert_size > 1:
+        raise ConfigError(f"smp_moe is False, but expert_parallel_degree is {state.expert_size}; it must then be 1")
+    if moe.moe_load_balancing != "aux_loss" and moe.moe_aux_loss_coeff:
+        logger.info("moe_aux_loss_coeff %g has no effect with moe_load_balancing=%r: it applies under 'aux_loss' only",
+                    moe.moe_aux_loss_coeff, moe.moe_load_balancing)  # fmt: skip
+    if config.num_experts_per_tok == 1 and config.norm_topk_prob:
+        logger.warning("num_experts_per_tok is 1 with norm_topk_prob: the combine weight is always 1, so the language-model "
+                       "loss gives the router no gradient")  # fmt: skip

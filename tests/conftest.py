@@ -1,0 +1,16 @@
+"""The whole suite runs on eight simulated CPU devices; jaxtyping checks the shapes of annotated functions while tracing."""
+
+import os
+
+os.environ["JAX_PLATFORMS"] = "cpu"
+os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=8"
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+import jaxtyping
+
+_shape_checks = jaxtyping.install_import_hook("moe_jax", "beartype.beartype")
+
+import jax
+
+jax.config.update("jax_numpy_rank_promotion", "raise")
