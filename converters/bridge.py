@@ -81,10 +81,15 @@ def _check_tied_head(table: Iterable[Entry], config: ModelConfig, view: View) ->
             )
 
 
+def is_leftover(name: str) -> bool:
+    """Whether a tensor is a buffer that old checkpoints stored and nothing reads."""
+    return name.endswith(_LEFTOVER_SUFFIX)
+
+
 def _without_leftovers(tensors: Iterable[TensorInfo]) -> list[TensorInfo]:
-    """The tensors but for buffers that old checkpoints stored and nothing reads."""
+    """The tensors without leftover buffers."""
     tensors = list(tensors)
-    kept = [t for t in tensors if not t.name.endswith(_LEFTOVER_SUFFIX)]
+    kept = [t for t in tensors if not is_leftover(t.name)]
     if len(kept) < len(tensors):
         logger.info("ignoring %d leftover %s tensor(s); an export leaves them out", len(tensors) - len(kept),
                     _LEFTOVER_SUFFIX)  # fmt: skip

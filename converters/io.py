@@ -304,8 +304,9 @@ def assign_shards(tensors: Sequence[TensorInfo], max_bytes: int) -> list[TensorI
     return [dataclasses.replace(t, file=name) for name, shard in zip(names, shards, strict=True) for t in shard]
 
 
-def check_target(folder: Path) -> None:
+def check_target(folder: str | Path) -> None:
     """Refuses an output folder that holds anything, the source folder among them."""
+    folder = Path(folder)
     if folder.exists() and not folder.is_dir():
         raise ConfigError(f"output folder {str(folder)!r} exists and is not a folder")
     if folder.is_dir() and any(folder.iterdir()):

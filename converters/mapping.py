@@ -12,6 +12,7 @@ import numpy as np
 
 from converters.io import DTYPES, list_names
 from moe_jax.config import ModelConfig
+from moe_jax.errors import ConfigError
 from moe_jax.model import layer_slots, parameter_shapes
 from moe_jax.source import TensorInfo
 
@@ -125,10 +126,16 @@ def extract(block: Block, fetch: Fetch, dtype: str) -> np.ndarray:
     """The Hugging Face tensor of `block` in the safetensors dtype `dtype`.
 
     `fetch(leaf, prefix)` gives the leaf at the leading integers `prefix`: one layer, or one expert of it.
+    Values beyond the range of `dtype` are refused.
     """
     lead = block.entry.lead
     part = np.asarray(fetch(block.leaf, (*block.prefix, *lead)))[block.entry.index[len(lead) :]]
-    return np.ascontiguousarray(block.to_hf(part.astype(DTYPES[dtype], copy=False)))
+    try:
+        with np.errstate(over="raise"):
+            stored = part.astype(DTYPES[dtype], copy=False)
+    except FloatingPointError:
+        raise ConfigError(f"{block.entry.name} holds values beyond the range of its dtype {dtype}") from None
+    return np.ascontiguousarray(block.to_hf(stored))
 
 
 def _misfit(tensor: TensorInfo, entry: Entry) -> str:

@@ -2,8 +2,8 @@
 
 A model folder:     params/  model_config.json  hf/
 A run's folder:     <step>/{params, opt_state, run}/ ...  model_config.json  hf/
-`params` is a flat dict parameter name -> float32 array, `opt_state` the same for the optimizer; both are written and read
-shard by shard, so another mesh may restore them. `hf/` is the model's `HFSource`, so that an export needs no original.
+`params` is a flat dict parameter name -> float32 array, `opt_state` the same for the optimizer; both are written and
+read shard by shard, so another mesh may restore them. `hf/` is the model's `HFSource`: an export needs no original.
 """
 
 import dataclasses
@@ -30,6 +30,8 @@ from moe_jax.source import HFSource
 
 PARAMS, OPT_STATE, RUN = "params", "opt_state", "run"
 MODEL_FILE, SOURCE_FOLDER = "model_config.json", "hf"
+# Settings that may differ between a run and its continuation without a word.
+NOT_COMPARED = ("output", "train.resume")
 NAMES_SHOWN = 12  # of a list of missing or unexpected arrays
 
 logger = logging.getLogger("moe_jax")
@@ -42,7 +44,7 @@ class TrainState:
 
     model: Any
     opt_state: Any
-    step: jax.Array
+    step: Any
 
 
 def named_arrays(tree: Any) -> dict[str, Any]:
@@ -149,7 +151,8 @@ def read_arrays(folder: Path, wanted: dict[str, jax.ShapeDtypeStruct]) -> dict[s
     if not folder.is_dir():
         raise ConfigError(f"the checkpoint has no {folder.name!r}: {str(folder)!r} does not exist")
     handler = ocp.StandardCheckpointHandler()
-    stored = handler.metadata(folder).tree
+    path: Any = folder  # annotated as another path class, which takes this one
+    stored = handler.metadata(path).tree
     problems = [
         _listing("is missing", set(wanted) - set(stored)),
         _listing("has unexpected", set(stored) - set(wanted)),
@@ -213,7 +216,7 @@ def load_model(folder: str | Path, *, config: MoEConfig | None = None, dtype: An
 
 
 def _abstract_model(config: ModelConfig, moe: MoEConfig, dtype: Any, source: HFSource | None) -> Any:
-    from moe_jax.transform import abstract_model  # transform is a room to the right: only the loading needs it
+    from moe_jax.hf import abstract_model  # a room to the right, which only loading needs
 
     return abstract_model(config, moe, dtype, source)
 
@@ -248,7 +251,7 @@ def latest_step(folder: str | Path) -> int:
 
 
 class TrainCheckpointer:
-    """Writes a run's checkpoints in the background and keeps the newest `keep`; a context manager that waits at its end.
+    """Writes a run's checkpoints in the background, keeping the newest `keep`; a context manager that waits at its end.
 
     A checkpoint appears under its step's number only when complete: a killed process leaves the ones before it intact.
     """
@@ -274,9 +277,9 @@ class TrainCheckpointer:
         if jax.process_index() == 0:
             write_model_info(self.folder, model, keep_source=keep_source)
 
-    def save(self, state: TrainState, run: dict[str, Any]) -> None:
+    def save(self, step: int, state: TrainState, run: dict[str, Any]) -> None:
         """Starts writing `state` and the run's settings; returns once the arrays are copied and may be donated."""
-        self._manager.save(int(state.step), args=ocp.args.Composite(**{
+        self._manager.save(step, args=ocp.args.Composite(**{
             PARAMS: ocp.args.StandardSave(named_arrays(state.model)),
             OPT_STATE: ocp.args.StandardSave(named_arrays(state.opt_state)),
             RUN: ocp.args.JsonSave(run),
@@ -315,7 +318,7 @@ def replicated(value: Any) -> jax.Array:
 
 
 def changed_settings(before: Any, after: Any, name: str = "") -> list[str]:
-    """Returns one sentence for each leaf of two nested dicts that differs."""
+    """Returns one sentence for each leaf of two nested dicts that differs and matters."""
     if isinstance(before, dict) and isinstance(after, dict):
         keys = sorted(before.keys() | after.keys())
         return [
@@ -323,4 +326,4 @@ def changed_settings(before: Any, after: Any, name: str = "") -> list[str]:
             for key in keys
             for line in changed_settings(before.get(key), after.get(key), f"{name}.{key}" if name else key)
         ]
-    return [] if before == after else [f"{name} was {before!r} and is now {after!r}"]
+    return [] if before == after or name in NOT_COMPARED else [f"{name} was {before!r} and is now {after!r}"]

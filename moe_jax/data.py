@@ -101,7 +101,7 @@ def read_documents(config: DataConfig) -> list[str]:
 
 
 def embedded_corpus() -> Iterator[str]:
-    """Yields about 1 MB of English that every Python has: its language reference by topic, then its modules' docstrings.
+    """Yields about 1 MB of English that every Python has: its language reference by topic, its modules' docstrings.
 
     The order is fixed; the text differs a little between versions of Python.
     """
@@ -188,7 +188,8 @@ def training_batches(rows: Rows, batch_size: int, seed: int) -> Batches:
     """
     import grain
 
-    return grain.MapDataset.source(rows).seed(seed).shuffle().repeat().batch(batch_size)
+    dataset: Any = grain.MapDataset.source(rows).seed(seed).shuffle().repeat().batch(batch_size)
+    return dataset
 
 
 def eval_batches(rows: Rows, batch_size: int) -> list[Batch]:
@@ -197,4 +198,6 @@ def eval_batches(rows: Rows, batch_size: int) -> list[Batch]:
     filler = np.zeros((missing, rows.tokens_RS.shape[1]), np.int32)
     tokens_RS, segment_ids_RS = np.concatenate([rows.tokens_RS, filler]), np.concatenate([rows.segment_ids_RS, filler])
     starts = range(0, len(tokens_RS), batch_size)
-    return [{"tokens": tokens_RS[i : i + batch_size], "segment_ids": segment_ids_RS[i : i + batch_size]} for i in starts]
+    return [
+        {"tokens": tokens_RS[i : i + batch_size], "segment_ids": segment_ids_RS[i : i + batch_size]} for i in starts
+    ]

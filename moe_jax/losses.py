@@ -22,10 +22,10 @@ class Losses:
     ce: mean cross entropy over the `count` counted labels; aux, z: sums over the MoE layers.
     """
 
-    ce: jax.Array
-    aux: jax.Array
-    z: jax.Array
-    count: jax.Array
+    ce: Any
+    aux: Any
+    z: Any
+    count: Any
     router: Any
 
 
@@ -69,7 +69,7 @@ def next_token_loss(
     labels_BS = next_labels(tokens_BS, segment_ids_BS, labels_BS)
     counted_BS = labels_BS != IGNORE
     logits_BSV = logits_BSV.astype(jnp.float32)
-    # A comparison fused into the sum: a gather's transpose would be a scatter, whose layout explicit sharding cannot infer.
+    # A comparison fused into the sum: a gather's transpose is a scatter, whose layout explicit sharding cannot infer.
     vocabulary_V = jnp.arange(logits_BSV.shape[-1], dtype=labels_BS.dtype)
     hit_BSV = labels_BS[:, :, None] == vocabulary_V[None, None, :]
     label_logits_BS = jnp.sum(jnp.where(hit_BSV, logits_BSV, 0.0), axis=-1)
@@ -81,7 +81,7 @@ def next_token_loss(
 def training_loss(model: Any, batch: dict[str, jax.Array], key: jax.Array | None) -> tuple[jax.Array, Losses]:
     """Returns the loss to differentiate and its parts.
 
-    Cross entropy + `moe_z_loss_coeff` * z + `moe_aux_loss_coeff` * aux, the last under `moe_load_balancing` "aux_loss" only.
+    Cross entropy + `moe_z_loss_coeff` * z, and under `moe_load_balancing` "aux_loss" + `moe_aux_loss_coeff` * aux.
     batch: tokens [B, S], and optionally segment_ids and labels of the same shape.
     """
     tokens_BS, segment_ids_BS = batch["tokens"], batch.get("segment_ids")

@@ -24,28 +24,28 @@ logger = logging.getLogger("moe_jax")
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class StepMetrics:
-    """Device figures of one step.
+    """Device figures of one step; the fields are arrays on the device, or on the host once fetched.
 
-    loss is the one that was differentiated; ce, aux, z are its parts, unweighted. num_labels: labels that ce is the mean of.
+    loss is the one that was differentiated; ce, aux, z are its parts, unweighted. num_labels: what ce is the mean of.
     counts: [L, E] tokens that each expert took; dropped, entropy: [L].
     """
 
-    loss: jax.Array
-    ce: jax.Array
-    aux: jax.Array
-    z: jax.Array
-    grad_norm: jax.Array
-    learning_rate: jax.Array
-    num_labels: jax.Array
-    counts: jax.Array
-    dropped: jax.Array
-    entropy: jax.Array
+    loss: Any
+    ce: Any
+    aux: Any
+    z: Any
+    grad_norm: Any
+    learning_rate: Any
+    num_labels: Any
+    counts: Any
+    dropped: Any
+    entropy: Any
 
 
 def load_figures(counts_LE: np.ndarray) -> Record:
     """Returns the balance of the experts in two figures; both are 0 for a model without MoE layers.
 
-    max_load: the fullest expert's tokens over its layer's mean, at the worst layer: 1 is balanced, E is one expert alone.
+    max_load: the fullest expert's tokens over its layer's mean, at the worst layer: 1 is balanced, E one expert alone.
     dead_experts: part of all experts that took no token.
     """
     counts_LE = np.asarray(counts_LE, np.float64)
@@ -97,7 +97,7 @@ class JsonlWriter:
 
 
 def read_jsonl(path: Path) -> list[Record]:
-    """Returns the records of a file; an absent file has none, and a last line that a killed process cut off is left out."""
+    """Returns the records of a file; none if it is absent, and without a last line that a killed process cut off."""
     records = []
     lines = path.read_text(encoding="utf-8").splitlines() if path.is_file() else []
     for number, line in enumerate(lines):
@@ -184,5 +184,5 @@ class Reporter:
 def _progress_bar() -> Any:
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-    return Progress(BarColumn(bar_width=24), MofNCompleteColumn(), TimeRemainingColumn(), TextColumn("{task.fields[figures]}"),
-                    console=console())  # fmt: skip
+    figures = TextColumn("{task.fields[figures]}")
+    return Progress(BarColumn(bar_width=24), MofNCompleteColumn(), TimeRemainingColumn(), figures, console=console())

@@ -1,7 +1,7 @@
 """AdamW as optax gives it, with the warm-up and cosine schedule, clipping, and a decay mask by parameter name.
 
-Parameters are float32 masters and stay so: the model casts to its compute dtype in the forward pass, so updates far below
-the compute dtype's resolution still add up. Gradients and moments are float32 as well.
+Parameters are float32 masters and stay so: the model casts to its compute dtype in the forward pass, so updates far
+below the compute dtype's resolution still add up. Gradients and moments are float32 as well.
 """
 
 from typing import Any
@@ -26,8 +26,8 @@ def leaf_names(tree: Any) -> list[str]:
 def is_decayed(name: str) -> bool:
     """Whether weight decay applies to the parameter: all but norm weights and biases.
 
-    Projections, experts, the router, the embedding and the output head are decayed. Only the name decides: a norm weight of
-    stacked layers has two dimensions and is still one.
+    Projections, experts, the router, the embedding and the output head are decayed. Only the name decides: a norm's
+    weight of stacked layers has two dimensions and is still one.
     """
     *parents, leaf = name.split(".")
     is_norm = bool(parents) and parents[-1].endswith("norm")
@@ -42,8 +42,8 @@ def decay_mask(params: Any) -> Any:
 def make_schedule(config: OptimizerConfig, steps: int) -> optax.Schedule:
     """Returns the learning rate as a function of the number of steps done.
 
-    The k-th of `warmup_steps` steps takes k / (warmup_steps + 1) of the peak, the step after them the peak itself; a cosine
-    then reaches `min_ratio` * peak at the last of `steps` steps.
+    The k-th of `warmup_steps` steps takes k / (warmup_steps + 1) of the peak, the step after them the peak itself; a
+    cosine then reaches `min_ratio` * peak at the last of `steps` steps.
     """
     peak, warmup = config.learning_rate, config.warmup_steps
     return optax.warmup_cosine_decay_schedule(
@@ -66,4 +66,6 @@ def check_masters(params: Any) -> None:
     """Raises `ConfigError` naming the first parameter that is not float32."""
     for name, leaf in zip(leaf_names(params), jax.tree.leaves(params), strict=True):
         if leaf.dtype != jnp.float32:
-            raise ConfigError(f"parameter {name} is {leaf.dtype}, but must be float32: the optimizer updates float32 masters")
+            raise ConfigError(
+                f"parameter {name} is {leaf.dtype}, but must be float32: the optimizer updates float32 masters"
+            )

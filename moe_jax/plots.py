@@ -24,12 +24,14 @@ def _figure(width: float, height: float) -> Any:
 
 def plot_loss(train: Sequence[Record], evaluation: Sequence[Record], path: Path) -> None:
     """Draws the cross entropy over the steps: every training step, its running mean, and the held-out rows."""
-    figure = _figure(8, 4.5)
+    figure = _figure(8.0, 4.5)
     axes = figure.subplots()
     steps = [record["step"] for record in train]
     losses = np.array([record["ce"] for record in train], np.float64)
-    axes.plot(steps, losses, color="tab:blue", alpha=0.35, linewidth=1, label="training, each step")
     window = max(len(losses) // 20, 1)
+    axes.plot(
+        steps, losses, color="tab:blue", alpha=0.35 if window > 1 else 1, linewidth=1, label="training, each step"
+    )
     if window > 1:
         smooth = np.convolve(losses, np.ones(window) / window, mode="valid")
         axes.plot(steps[window - 1 :], smooth, color="tab:blue", linewidth=2, label=f"training, mean of {window} steps")
@@ -60,7 +62,7 @@ def plot_expert_load(train: Sequence[Record], path: Path, layers: Sequence[int])
     recent = train[-RECENT_STEPS:]
     load_LE = relative_load(np.sum([record["counts"] for record in recent], axis=0))
     num_layers, num_experts = load_LE.shape
-    figure = _figure(min(max(5.5, 2.5 + 0.45 * num_experts), 16), min(max(3, 1.8 + 0.32 * num_layers), 14))
+    figure = _figure(min(max(5.5, 2.5 + 0.45 * num_experts), 16.0), min(max(3.0, 1.8 + 0.32 * num_layers), 14.0))
     axes = figure.subplots()
     norm = TwoSlopeNorm(vcenter=1.0, vmin=0.0, vmax=max(2.0, float(load_LE.max())))
     image = axes.imshow(load_LE, aspect="auto", cmap="RdBu_r", norm=norm, interpolation="nearest")

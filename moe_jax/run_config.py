@@ -106,7 +106,7 @@ class TrainSettings:
     global_batch_size: rows a step, over all devices and micro-batches.
     accumulation_steps: micro-batches a step; their gradients are averaged by counted tokens.
     dtype: compute dtype; parameters, gradients and optimizer state are float32 always.
-    remat: what the backward pass recomputes: "full" each layer, "dispatched" the layer but not the token exchange, "none".
+    remat: what the backward pass recomputes: "full" each layer, "dispatched" all of it but the token exchange, "none".
     checkpoint_every, eval_every: in steps, 0 for never (the last step always writes a checkpoint, and always evaluates
         when there is evaluation data and eval_every is not 0).
     eval_batches: evaluation batches each time; 0 takes the whole evaluation part.
@@ -146,17 +146,17 @@ class TrainSettings:
 class RunConfig:
     """Everything one run needs.
 
-    output: folder for metrics.jsonl, eval.jsonl, the plots, checkpoints/ and hf/; new or empty unless train.resume is set.
+    output: folder for metrics.jsonl, eval.jsonl, the plots, checkpoints/ and hf/; new or empty unless train.resume.
     export: write the trained model as a Hugging Face folder (output/hf) at the end.
     """
 
     model: ModelSettings
     output: str
-    parallel: ParallelConfig = ParallelConfig()
-    moe: MoEConfig = MoEConfig()
-    data: DataConfig = DataConfig()
-    optimizer: OptimizerConfig = OptimizerConfig()
-    train: TrainSettings = TrainSettings()
+    parallel: ParallelConfig = dataclasses.field(default_factory=ParallelConfig)
+    moe: MoEConfig = dataclasses.field(default_factory=MoEConfig)
+    data: DataConfig = dataclasses.field(default_factory=DataConfig)
+    optimizer: OptimizerConfig = dataclasses.field(default_factory=OptimizerConfig)
+    train: TrainSettings = dataclasses.field(default_factory=TrainSettings)
     export: bool = True
 
     def __post_init__(self) -> None:

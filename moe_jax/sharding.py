@@ -10,7 +10,7 @@ from typing import Any
 
 import jax
 from flax import nnx
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from moe_jax.mesh import state
 
@@ -35,7 +35,7 @@ class ShardingRules:
 RULES = ShardingRules()
 
 
-def parameter_spec(dims: tuple[str, ...], shape: tuple[int, ...], mesh: Mesh, rules: ShardingRules = RULES) -> P:
+def parameter_spec(dims: tuple[str, ...], shape: tuple[int, ...], mesh: Mesh | AbstractMesh, rules: ShardingRules = RULES) -> P:
     """The `PartitionSpec` of a parameter with dimension names `dims` and the (possibly stacked) `shape`.
 
     A dimension that its axes do not divide hands them to the largest other dimension that they divide; where there is none,
@@ -60,7 +60,7 @@ def parameter_spec(dims: tuple[str, ...], shape: tuple[int, ...], mesh: Mesh, ru
     return P(*(axes if len(axes) > 1 else (axes[0] if axes else None) for axes in entries))
 
 
-def _axes_size(mesh: Mesh, axes: tuple[str, ...]) -> int:
+def _axes_size(mesh: Mesh | AbstractMesh, axes: tuple[str, ...]) -> int:
     size = 1
     for axis in axes:
         size *= mesh.shape[axis]
@@ -72,7 +72,7 @@ def is_param(node: Any) -> bool:
     return isinstance(node, nnx.Variable)
 
 
-def param_spec(param: nnx.Variable, mesh: Mesh) -> P:
+def param_spec(param: nnx.Variable, mesh: Mesh | AbstractMesh) -> P:
     """The `PartitionSpec` of one parameter (concrete, abstract or traced)."""
     (array,) = jax.tree.leaves(param)
     return parameter_spec(param.get_metadata()["dims"], array.shape, mesh)

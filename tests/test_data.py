@@ -37,7 +37,8 @@ def test_pack_loses_no_token_and_keeps_the_order() -> None:
     rows = pack(documents, seq_len=16, eos_id=50)
     real = rows.tokens_RS[rows.segment_ids_RS > 0].tolist()
     assert real == [token for document in documents for token in [*document, 50]]
-    assert (np.diff(rows.segment_ids_RS, axis=1)[:-1] >= 0).all() and (rows.segment_ids_RS[:, 0] == 1).all()
+    assert (np.diff(rows.segment_ids_RS, axis=1)[:-1] >= 0).all()
+    assert (rows.segment_ids_RS[:, 0] == 1).all()
 
 
 def test_embedded_corpus_is_deterministic_english_of_about_a_megabyte() -> None:
@@ -52,7 +53,8 @@ def test_default_data_hold_out_the_last_rows() -> None:
     total = len(train) + len(held_out)
     assert len(held_out) == round(0.1 * total)
     everything, nothing = load_rows(DataConfig(eval_fraction=0.0), seq_len=512, vocab_size=257)
-    assert len(everything) == total and len(nothing) == 0
+    assert len(everything) == total
+    assert len(nothing) == 0
     np.testing.assert_array_equal(everything.tokens_RS[-len(held_out) :], held_out.tokens_RS)
 
 
@@ -79,7 +81,9 @@ def test_files_are_read_in_order_and_cut_at_the_separator(tmp_path: Path) -> Non
     assert read_documents(config) == ["one", "two", "three"]
 
 
-@pytest.mark.parametrize("content, message", [(None, "cannot be read"), (b"\xff\xfe", "not UTF-8"), (b" \n", "no text")])
+@pytest.mark.parametrize(
+    ("content", "message"), [(None, "cannot be read"), (b"\xff\xfe", "not UTF-8"), (b" \n", "no text")]
+)
 def test_unusable_files_are_named(tmp_path: Path, content: bytes | None, message: str) -> None:
     path = tmp_path / "x.txt"
     if content is not None:
@@ -115,11 +119,15 @@ def test_end_of_text_id_comes_from_the_config_or_is_asked_for(tokenizer_folder: 
 
 
 def test_missing_and_broken_tokenizers_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="tokenizer.json"):
+    with pytest.raises(ConfigError, match=r"tokenizer\.json"):
         load_tokenizer(str(tmp_path))
     (tmp_path / "tokenizer.json").write_text("{")
     with pytest.raises(ConfigError, match="cannot be read"):
         load_tokenizer(str(tmp_path))
+
+
+def flat(lists: list[list[int]]) -> list[int]:
+    return [item for items in lists for item in items]
 
 
 def test_batches_depend_on_the_step_alone_and_cover_each_epoch_once() -> None:
@@ -127,10 +135,12 @@ def test_batches_depend_on_the_step_alone_and_cover_each_epoch_once() -> None:
     batches, again = training_batches(rows, 4, seed=1), training_batches(rows, 4, seed=1)
     read = [batches[step]["tokens"][:, 0].tolist() for step in range(6)]
     assert [again[step]["tokens"][:, 0].tolist() for step in (5, 0, 3)] == [read[5], read[0], read[3]]
-    first, second = sum(read[:3], []), sum(read[3:], [])
+    first, second = flat(read[:3]), flat(read[3:])
     assert sorted(first) == sorted(second) == list(range(12))
-    assert first != second and first != list(range(12))
-    assert sum((training_batches(rows, 4, seed=2)[step]["tokens"][:, 0].tolist() for step in range(3)), []) != first
+    assert first != second
+    assert first != list(range(12))
+    other = training_batches(rows, 4, seed=2)
+    assert flat([other[step]["tokens"][:, 0].tolist() for step in range(3)]) != first
     assert batches[0]["tokens"].dtype == batches[0]["segment_ids"].dtype == np.int32
 
 

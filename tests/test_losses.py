@@ -86,12 +86,13 @@ def test_end_of_text_id_stays_a_label_when_it_is_the_padding_id_too() -> None:  
     assert next_labels(tokens, segments).tolist() == [[6, 2, -100, -100, -100]]
 
 
-@pytest.mark.parametrize("segments, labels", [([[0, 0, 0, 0]], None), (None, [[-100, -100, -100, -100]])])
+@pytest.mark.parametrize(("segments", "labels"), [([[0, 0, 0, 0]], None), (None, [[-100, -100, -100, -100]])])
 def test_no_label_at_all_gives_zero_loss_and_zero_gradient(segments: Any, labels: Any) -> None:  # C86
     logits, tokens = jnp.full((1, 4, 3), 1e4), jnp.zeros((1, 4), jnp.int32)
     segments, labels = (_array(None if x is None else np.array(x, np.int32)) for x in (segments, labels))
     (loss, count), gradient = jax.value_and_grad(next_token_loss, has_aux=True)(logits, tokens, segments, labels)
-    assert float(loss) == 0 and int(count) == 0
+    assert float(loss) == 0
+    assert int(count) == 0
     assert not np.any(np.asarray(gradient))
 
 
@@ -114,7 +115,7 @@ class FakeModel:
         return SimpleNamespace(logits=zeros, aux_loss=jnp.array(3.0), z_loss=jnp.array(5.0), router="statistics")
 
 
-@pytest.mark.parametrize("mode, weight_of_aux", [("aux_loss", 0.01), ("sinkhorn", 0.0), ("none", 0.0)])
+@pytest.mark.parametrize(("mode", "weight_of_aux"), [("aux_loss", 0.01), ("sinkhorn", 0.0), ("none", 0.0)])
 def test_training_loss_adds_aux_under_aux_loss_only_and_reports_the_parts_unweighted(
     mode: Any, weight_of_aux: float
 ) -> None:
@@ -123,4 +124,5 @@ def test_training_loss_adds_aux_under_aux_loss_only_and_reports_the_parts_unweig
     loss, parts = training_loss(FakeModel(moe), batch, None)
     np.testing.assert_allclose(loss, np.log(VOCAB) + weight_of_aux * 3 + 0.1 * 5, rtol=TOLERANCE)
     np.testing.assert_allclose([parts.ce, parts.aux, parts.z], [np.log(VOCAB), 3, 5], rtol=TOLERANCE)
-    assert int(parts.count) == 6 and parts.router == "statistics"
+    assert int(parts.count) == 6
+    assert parts.router == "statistics"

@@ -1,5 +1,6 @@
 """The schedule at its corners, clipping, the decay mask by name (C99) and float32 masters (C43)."""
 
+import itertools
 from typing import Any
 
 import jax
@@ -74,14 +75,15 @@ def test_schedule_warms_up_peaks_and_ends_at_the_ratio() -> None:
     np.testing.assert_allclose(rates[:5], [0.4, 0.8, 1.2, 1.6, 2.0], rtol=1e-6)
     np.testing.assert_allclose(rates[12], (2.0 + 0.2) / 2, rtol=1e-6)
     np.testing.assert_allclose(rates[20], 0.2, rtol=1e-6)
-    assert all(a > b for a, b in zip(rates[4:], rates[5:], strict=False))
+    assert all(a > b for a, b in itertools.pairwise(rates[4:]))
 
 
-@pytest.mark.parametrize("warmup, steps", [(0, 1), (1, 1), (5, 5), (0, 2)])
+@pytest.mark.parametrize(("warmup", "steps"), [(0, 1), (1, 1), (5, 5), (0, 2)])
 def test_schedule_works_for_the_shortest_runs(warmup: int, steps: int) -> None:
     schedule = make_schedule(OptimizerConfig(learning_rate=1.0, warmup_steps=warmup), steps)
     rates = [float(schedule(step)) for step in range(steps)]
-    assert np.isfinite(rates).all() and all(0 < rate <= 1 for rate in rates)
+    assert np.isfinite(rates).all()
+    assert all(0 < rate <= 1 for rate in rates)
 
 
 def test_gradient_is_clipped_to_the_global_norm() -> None:
@@ -89,11 +91,15 @@ def test_gradient_is_clipped_to_the_global_norm() -> None:
     grads = {"a": jnp.array([3.0, 0.0]), "b": jnp.array([0.0, 4.0])}
     clipped = make_optimizer(OptimizerConfig(clip_norm=1.0), 1)
     _, state = clipped.update(grads, clipped.init(params), params)
-    moment = {name: leaf for name, leaf in zip(leaf_names(state), jax.tree.leaves(state), strict=True) if ".mu." in name}
+    moment = {
+        name: leaf for name, leaf in zip(leaf_names(state), jax.tree.leaves(state), strict=True) if ".mu." in name
+    }
     np.testing.assert_allclose(np.concatenate(list(moment.values())), np.array([0.6, 0, 0, 0.8]) * 0.1, atol=1e-7)
     free = make_optimizer(OptimizerConfig(clip_norm=0.0), 1)
     _, state = free.update(grads, free.init(params), params)
-    moment = {name: leaf for name, leaf in zip(leaf_names(state), jax.tree.leaves(state), strict=True) if ".mu." in name}
+    moment = {
+        name: leaf for name, leaf in zip(leaf_names(state), jax.tree.leaves(state), strict=True) if ".mu." in name
+    }
     np.testing.assert_allclose(np.concatenate(list(moment.values())), np.array([3.0, 0, 0, 4]) * 0.1, atol=1e-6)
 
 
@@ -110,11 +116,13 @@ def test_small_updates_add_up_in_float32() -> None:  # C43
 
 def test_parameters_that_are_not_float32_are_named() -> None:
     check_masters(Model(True))
-    with pytest.raises(ConfigError, match="runs.w is bfloat16"):
+    with pytest.raises(ConfigError, match=r"runs\.w is bfloat16"):
         check_masters({"runs": {"w": jnp.ones(1, jnp.bfloat16)}})
 
 
-@pytest.mark.parametrize("field, value", [("beta1", 1.0), ("learning_rate", -1.0), ("eps", 0.0), ("clip_norm", -1.0)])
+@pytest.mark.parametrize(
+    ("field", "value"), [("beta1", 1.0), ("learning_rate", -1.0), ("eps", 0.0), ("clip_norm", -1.0)]
+)
 def test_impossible_settings_are_refused_by_name(field: str, value: float) -> None:
     with pytest.raises(ConfigError, match=f"optimizer.{field}"):
         OptimizerConfig(**{field: value})  # type: ignore[arg-type]

@@ -1,12 +1,15 @@
 """What the families of the Llama-like block share: reading a config, and the table of tensor names."""
 
 import dataclasses
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 from converters.mapping import WHOLE, Entry
 from moe_jax.config import ACTIVATIONS, LayerConfig, ModelConfig
 from moe_jax.errors import ConfigError, require
+
+HEAD = "lm_head.weight"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,7 +41,7 @@ class Family:
     def detect(self, names: Iterable[str], config: ModelConfig) -> ExpertLayout:
         """The layout that most tensor names fit; the first one where none does."""
         names = set(names)
-        return max(self.layouts, key=lambda layout: sum(e.name in names for e in expert_entries(config, layout)))
+        return max(self.layouts, key=lambda layout: sum(e.name in names for e in entries(config, layout)))
 
 
 def check_common(hf: Mapping[str, Any]) -> None:
@@ -127,18 +130,11 @@ def _linear(name: str, path: str, *, out: tuple[int, ...], into: tuple[int, ...]
     """A weight `[out, in]` on disk, held as `[*into, *out]`."""
     n = len(into)
     axes = (*range(n, n + len(out)), *range(n))
-    return Entry(name, path, (), axes, (_product(out), _product(into)))
-
-
-def _product(dims: tuple[int, ...]) -> int:
-    result = 1
-    for n in dims:
-        result *= n
-    return result
+    return Entry(name, path, (), axes, (math.prod(out), math.prod(into)))
 
 
 def _vector(name: str, path: str, *dims: int) -> Entry:
-    return Entry(name, path, (), tuple(range(len(dims))), (_product(dims),))
+    return Entry(name, path, (), tuple(range(len(dims))), (math.prod(dims),))
 
 
 def _attention_entries(c: ModelConfig, hf: str, ours: str) -> Iterator[Entry]:
@@ -176,13 +172,11 @@ def _experts_of_layer(c: ModelConfig, layout: ExpertLayout, hf: str, ours: str) 
         yield Entry(f"{prefix}.{down}.weight", f"{ours}.down", (expert,), (1, 0), (h, i))
 
 
-def expert_entries(config: ModelConfig, layout: ExpertLayout) -> Iterator[Entry]:
-    """The rows of all MoE blocks, routers included."""
-    for number, layer in enumerate(config.layers):
-        if layer.is_moe:
-            hf, ours = f"model.layers.{number}.{layout.block}", f"layers.{number}.mlp"
-            yield _linear(f"{hf}.gate.weight", f"{ours}.router", out=(config.num_experts,), into=(config.hidden_size,))
-            yield from _experts_of_layer(config, layout, hf, ours)
+def moe_entries(config: ModelConfig, layout: ExpertLayout, layer: int) -> Iterator[Entry]:
+    """The rows of the MoE block of one layer, its router included."""
+    hf, ours = f"model.layers.{layer}.{layout.block}", f"layers.{layer}.mlp"
+    yield _linear(f"{hf}.gate.weight", f"{ours}.router", out=(config.num_experts,), into=(config.hidden_size,))
+    yield from _experts_of_layer(config, layout, hf, ours)
 
 
 def entries(config: ModelConfig, layout: ExpertLayout, *, with_head: bool = True) -> list[Entry]:
@@ -194,15 +188,11 @@ def entries(config: ModelConfig, layout: ExpertLayout, *, with_head: bool = True
         rows.append(_vector(f"{hf}.input_layernorm.weight", f"{ours}.attn_norm.weight", h))
         rows.append(_vector(f"{hf}.post_attention_layernorm.weight", f"{ours}.mlp_norm.weight", h))
         rows.extend(_attention_entries(config, f"{hf}.self_attn", f"{ours}.attn"))
-        if not layer.is_moe:
-            rows.extend(_mlp_entries(config, f"{hf}.mlp", f"{ours}.mlp"))
-    rows.extend(expert_entries(config, layout))
+        is_moe = layer.is_moe
+        rows.extend(moe_entries(config, layout, number) if is_moe else _mlp_entries(config, f"{hf}.mlp", f"{ours}.mlp"))
     rows.append(_vector("model.norm.weight", "final_norm.weight", h))
     if with_head and config.tie_word_embeddings:
         rows.append(Entry(HEAD, "embed.weight", (), (0, 1), (v, h)))
     elif with_head:
         rows.append(_linear(HEAD, "lm_head.weight", out=(v,), into=(h,)))
     return rows
-
-
-HEAD = "lm_head.weight"

@@ -68,15 +68,19 @@ class MoE(nnx.Module):
             routing = self._route(logits_TE, mask_T, train=train)
             statistics = router_statistics(logits_TE, routing.expert_ids_TK, mask_T, BATCH)
         with jax.named_scope("gather_experts"):
-            gate_up_EHGI = vary_like(_gather_fsdp(gate_up_EHGI, gate_up_spec), x_TH)
-            down_EIH = vary_like(_gather_fsdp(down_EIH, down_spec), x_TH)
+            # Typed as varying before the gather, so that the gradient is scattered before it is summed over the replicas.
+            gate_up_EHGI = _gather_fsdp(vary_like(gate_up_EHGI, x_TH), gate_up_spec)
+            down_EIH = _gather_fsdp(vary_like(down_EIH, x_TH), down_spec)
         dispatcher = get_dispatcher(self._dispatcher_name())
         with jax.named_scope("dispatch"):
             received, plan = dispatcher.dispatch(x_TH, routing, self.config.num_experts)
-            rows_MH = checkpoint_name(received.rows_MH, DISPATCHED_NAME)
+            rows_MH, ids_MK, weights_MK = (
+                checkpoint_name(a, DISPATCHED_NAME)
+                for a in (received.rows_MH, received.expert_ids_MK, received.weights_MK)
+            )
         with jax.named_scope("experts"):
             activation = ACTIVATION_FUNCTIONS[self.config.hidden_act]
-            y_MH = expert_mlp(rows_MH, received.expert_ids_MK, received.weights_MK, gate_up_EHGI, down_EIH, activation)
+            y_MH = expert_mlp(rows_MH, ids_MK, weights_MK, gate_up_EHGI, down_EIH, activation)
         with jax.named_scope("combine"):
             y_TH = dispatcher.combine(y_MH, plan).astype(x_TH.dtype)
         ids_BSK = routing.expert_ids_TK.reshape(*mask_BS.shape, -1)
@@ -101,6 +105,8 @@ class MoE(nnx.Module):
 
 def _gather_fsdp(weight: jax.Array, spec: P) -> jax.Array:
     """The rank's experts, whole: gathered over the `fsdp` axis; the gradient is reduce-scattered over it."""
+    if lax.axis_size("fsdp") == 1:
+        return weight
     for dim, axes in enumerate(spec):
         if axes == "fsdp":
             return lax.all_gather(weight, "fsdp", axis=dim, tiled=True)

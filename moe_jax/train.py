@@ -1,0 +1,447 @@
+"""A training run from a `RunConfig`: build or resume, step, report, evaluate, checkpoint, export.
+
+A micro-batches, B rows of one, S positions.
+"""
+
+import contextlib
+import dataclasses
+import itertools
+import json
+import logging
+import math
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax.experimental import multihost_utils
+from jax.sharding import NamedSharding
+
+from moe_jax import mesh
+from moe_jax.checkpoint import (
+    TrainCheckpointer,
+    TrainState,
+    check_same_model,
+    complete_steps,
+    latest_step,
+    read_model_info,
+    replacing,
+    replicated,
+    restore,
+)
+from moe_jax.data import Batch, Batches, Rows, eval_batches, load_rows, training_batches
+from moe_jax.errors import ConfigError
+from moe_jax.losses import IGNORE, Losses, next_labels, next_token_loss, training_loss
+from moe_jax.metrics import Reporter, StepMetrics, read_jsonl, step_record
+from moe_jax.optim import check_masters, make_optimizer, make_schedule
+from moe_jax.plots import plot_expert_load, plot_loss
+from moe_jax.run_config import RunConfig
+from moe_jax.sharding import BATCH, P
+
+CHECKPOINTS, EXPORT = "checkpoints", "hf"
+PREEMPTED_EXIT_CODE = 128 + signal.SIGTERM
+
+logger = logging.getLogger("moe_jax")
+
+TrainStep = Callable[[TrainState, dict[str, jax.Array]], tuple[TrainState, StepMetrics]]
+
+
+class TrainingDiverged(RuntimeError):
+    """The loss or the gradient is not finite any more; the message names the step."""
+
+
+@dataclasses.dataclass(frozen=True)
+class TrainResult:
+    """What a run ended with.
+
+    steps: done in all, earlier ones of a resumed run included. loss: of the last step done here; NaN without one.
+    eval_loss: of the last evaluation; None without one.
+    num_compilations: how often the training step was compiled; 1, unless no step was left to do.
+    preempted: stopped early by SIGTERM, with a checkpoint of `steps` and without an export.
+    """
+
+    state: TrainState
+    steps: int
+    loss: float
+    eval_loss: float | None
+    num_compilations: int
+    preempted: bool
+    output: Path
+
+
+# ---- the step ----
+
+
+def make_train_step(optimizer: optax.GradientTransformation, schedule: optax.Schedule) -> TrainStep:
+    """Returns the jitted (state, batches) -> (state, metrics); the state is donated.
+
+    batches: tokens and segment_ids, [A, B, S], from `put_batch`. The A micro-batches run one after the other and make
+    one update, that of the mean over all their counted labels.
+    """
+
+    def train_step(state: TrainState, batches: dict[str, jax.Array]) -> tuple[TrainState, StepMetrics]:
+        loss, parts, grads = accumulated_gradients(state.model, batches)
+        updates, opt_state = optimizer.update(grads, state.opt_state, state.model)
+        model = optax.apply_updates(state.model, updates)
+        metrics = StepMetrics(
+            loss=loss, ce=parts.ce, aux=parts.aux, z=parts.z, grad_norm=optax.tree.norm(grads),
+            learning_rate=jnp.asarray(schedule(state.step), jnp.float32), num_labels=parts.count,
+            counts=parts.router.counts, dropped=parts.router.dropped, entropy=parts.router.entropy,
+        )  # fmt: skip
+        return TrainState(model, opt_state, state.step + 1), metrics
+
+    return jax.jit(train_step, donate_argnums=0)
+
+
+def accumulated_gradients(model: Any, batches: dict[str, jax.Array]) -> tuple[jax.Array, Losses, Any]:
+    """Returns (loss, parts, gradients) of all micro-batches, each weighted by its share of the counted labels.
+
+    The cross entropy is so the mean over all labels, as in one large batch; a micro-batch without labels has no part
+    in it. Without any label at all the micro-batches weigh the same, which leaves the router losses. Token counts are
+    summed.
+    """
+
+    def weighted(batch: dict[str, jax.Array], weight: jax.Array) -> tuple[jax.Array, Losses, Any]:
+        (loss, parts), grads = jax.value_and_grad(training_loss, has_aux=True)(model, batch, None)
+        return jax.tree.map(lambda x: x * weight if jnp.issubdtype(x.dtype, jnp.floating) else x, (loss, parts, grads))
+
+    num_micro_batches = batches["tokens"].shape[0]
+    if num_micro_batches == 1:
+        return weighted({name: array[0] for name, array in batches.items()}, jnp.float32(1))
+    labels_ABS = jax.vmap(next_labels)(batches["tokens"], batches["segment_ids"])
+    counts_A = jnp.sum(labels_ABS != IGNORE, axis=(1, 2))
+    total = jnp.sum(counts_A)
+    weights_A = jnp.where(total > 0, counts_A / jnp.maximum(total, 1), 1 / num_micro_batches).astype(jnp.float32)
+
+    def body(grads: Any, micro: Any) -> tuple[Any, Any]:
+        *figures, more = weighted(*micro)
+        return jax.tree.map(jnp.add, grads, more), figures
+
+    grads, figures = jax.lax.scan(body, jax.tree.map(jnp.zeros_like, model), (batches, weights_A))
+    loss, parts = jax.tree.map(lambda x: jnp.sum(x, axis=0), figures)
+    return loss, parts, grads
+
+
+@jax.jit
+def eval_step(model: Any, batch: dict[str, jax.Array]) -> tuple[jax.Array, jax.Array]:
+    """Returns (mean loss, number of labels) of one batch under the model's own routing."""
+    output = model(batch["tokens"], batch["segment_ids"], train=False)
+    return next_token_loss(output.logits, batch["tokens"], batch["segment_ids"])
+
+
+def evaluate(model: Any, batches: Sequence[Batch], stop: Callable[[], bool] = lambda: False) -> float | None:
+    """Returns the mean loss over all labels of `batches`; None when `stop` says so before the end."""
+    results = []
+    for batch in batches:
+        if stop():
+            return None
+        results.append(eval_step(model, {name: array[0] for name, array in put_batch(batch, 1).items()}))
+    losses, counts = np.array(jax.device_get(results), np.float64).T
+    return float(np.sum(losses * counts) / max(np.sum(counts), 1))
+
+
+def put_batch(batch: Batch, accumulation_steps: int) -> dict[str, jax.Array]:
+    """Returns host arrays [A * B, S] as [A, B, S] with B cut over the whole mesh; a process copies its own rows."""
+    sharding = NamedSharding(mesh.state.mesh, P(None, BATCH, None))
+
+    def put(array: np.ndarray) -> jax.Array:
+        micro = array.reshape(accumulation_steps, -1, array.shape[-1])
+        return jax.make_array_from_callback(micro.shape, sharding, lambda index: micro[index])
+
+    return {name: put(array) for name, array in batch.items()}
+
+
+# ---- a run ----
+
+
+def train(config: RunConfig) -> TrainResult:
+    """Runs `config` to its end, or to a SIGTERM, and returns what came out.
+
+    The output folder then holds metrics.jsonl, eval.jsonl, loss.png, expert_load.png, checkpoints/, with `export` hf/.
+    On SIGTERM the step at work is finished, a checkpoint written, and the result says `preempted`; a second one changes
+    nothing. Raises `ConfigError` for settings that cannot work, before any weight is read where they can be known by
+    then, and `TrainingDiverged` when a loss or gradient is not finite.
+    """
+    with _stop_on_sigterm() as stop:
+        _check_devices(config)
+        mesh.init(config.parallel)
+        _check_batch(config)
+        resumes = _check_output(config)
+        train_rows, eval_rows = load_rows(config.data, config.train.seq_len, _vocab_size(config, resumes))
+        optimizer = make_optimizer(config.optimizer, config.train.steps)
+        state = _resumed_state(config, optimizer) if resumes else _fresh_state(config, optimizer)
+        check_masters(state.model)
+        return _Run(config, state, optimizer, train_rows, eval_rows, stop, resumes).run()
+
+
+class _Run:
+    """The loop of one run and what it holds open."""
+
+    def __init__(self, config: RunConfig, state: TrainState, optimizer: optax.GradientTransformation, train_rows: Rows,
+                 eval_rows: Rows, stop: Callable[[int], bool], resumed: bool) -> None:  # fmt: skip
+        settings = config.train
+        self.config, self.settings, self.state, self.stop, self.resumed = config, settings, state, stop, resumed
+        self.first_step = self.step = int(state.step)
+        self.batches: Batches = training_batches(train_rows, settings.global_batch_size, config.data.shuffle_seed)
+        micro_batch = settings.global_batch_size // settings.accumulation_steps
+        held_out = eval_batches(eval_rows, micro_batch) if settings.eval_every and len(eval_rows) else []
+        self.eval_batches = held_out[: settings.eval_batches or None]
+        self.train_step = make_train_step(optimizer, make_schedule(config.optimizer, settings.steps))
+        self.loss, self.eval_loss, self.evaluated_at, self.saved_at = math.nan, None, -1, self.step if resumed else -1
+        self.pending: tuple[int, StepMetrics, int] | None = None
+        self.clock = time.perf_counter()
+        self.warned_of_no_labels = False
+
+    def run(self) -> TrainResult:
+        settings, folder = self.settings, self.config.folder
+        reporter = Reporter(folder, first_step=self.first_step, steps=settings.steps, log_every=settings.log_every,
+                            tensorboard=settings.tensorboard)  # fmt: skip
+        checkpointer = TrainCheckpointer(folder / CHECKPOINTS, settings.keep_checkpoints)
+        with reporter as self.reporter, checkpointer as self.checkpointer:
+            checkpointer.write_model_info(self.state.model, keep_source=self.resumed)
+            preempted = self._steps()
+            if not preempted and self.eval_batches:
+                self._evaluate()
+                preempted = self.stop(self.step)
+            self._save()
+        if jax.process_index() == 0:
+            _draw(folder, self.state.model.config)
+        if self.config.export and not preempted:
+            _export(self.state.model, folder / EXPORT)
+        return TrainResult(
+            self.state, self.step, self.loss, self.eval_loss, _compilations(self.train_step), preempted, folder
+        )
+
+    def _steps(self) -> bool:
+        """Steps until the end or a signal; returns whether it was a signal."""
+        settings = self.settings
+        while self.step < settings.steps:
+            if self.stop(self.step):
+                self._read_pending()
+                logger.warning("SIGTERM: stopping after step %d of %d", self.step, settings.steps)
+                return True
+            self._one_step()
+            if _due(self.step, settings.eval_every) and self.eval_batches:
+                self._evaluate()
+            if _due(self.step, settings.checkpoint_every):
+                self._save()
+        self._read_pending()
+        return self.stop(self.step)
+
+    def _one_step(self) -> None:
+        """Starts one step, then reads the metrics of the one before, so that the device never waits for the host."""
+        batch = self.batches[self.step]
+        self.state, metrics = self.train_step(self.state, put_batch(batch, self.settings.accumulation_steps))
+        self._read_pending()
+        self.step += 1
+        self.pending = self.step, metrics, int(np.count_nonzero(batch["segment_ids"]))
+
+    def _read_pending(self) -> None:
+        if self.pending is None:
+            return
+        step, metrics, num_tokens = self.pending
+        self.pending = None
+        jax.block_until_ready(metrics)
+        now = time.perf_counter()
+        record = step_record(step, metrics, num_tokens=num_tokens, seconds=now - self.clock)
+        self.clock, self.loss = now, record["loss"]
+        self.reporter.step(record)
+        for name in ("loss", "grad_norm"):
+            if not math.isfinite(record[name]):
+                raise TrainingDiverged(
+                    f"{name} is {record[name]} at step {step}; the newest checkpoint is of a step before"
+                )
+        if record["num_labels"] == 0 and not self.warned_of_no_labels:
+            logger.warning("step %d has no label at all: nothing but the router losses was trained on", step)
+            self.warned_of_no_labels = True
+
+    def _evaluate(self) -> None:
+        if self.evaluated_at == self.step:
+            return
+        self._read_pending()
+        started = time.perf_counter()
+        # All processes have to leave the loop at one batch: with several, a signal does not cut an evaluation short.
+        loss = evaluate(self.state.model, self.eval_batches, lambda: jax.process_count() == 1 and self.stop(self.step))
+        if loss is not None:
+            self.eval_loss, self.evaluated_at = loss, self.step
+            self.reporter.evaluation({"step": self.step, "eval_loss": loss, "seconds": time.perf_counter() - started})
+        self.clock = time.perf_counter()
+
+    def _save(self) -> None:
+        """Writes a checkpoint of this step unless there is one; a state that is not finite is never written."""
+        self._read_pending()
+        if self.saved_at != self.step:
+            self.checkpointer.save(self.step, self.state, self.config.to_dict())
+            self.saved_at = self.step
+        self.clock = time.perf_counter()
+
+
+def _due(step: int, every: int) -> bool:
+    return every > 0 and step % every == 0
+
+
+def _compilations(step: Any) -> int:
+    return step._cache_size()
+
+
+# ---- before the first step ----
+
+
+def _check_devices(config: RunConfig) -> None:
+    found, device = jax.default_backend(), config.train.device
+    if config.export and jax.process_count() > 1:
+        raise ConfigError(
+            f"export is True, but {jax.process_count()} processes share the model, and an export needs it in one: set "
+            "export to False, and export with load_model(output/checkpoints) and save_pretrained in one process"
+        )
+    if device != "auto" and found != device:
+        raise ConfigError(f"train.device is {device!r}, but JAX found only {found!r} devices")
+    logger.info(
+        "running on %d %s device(s), %d of them in this process", jax.device_count(), found, jax.local_device_count()
+    )
+
+
+def _check_batch(config: RunConfig) -> None:
+    devices, settings = mesh.state.world_size, config.train
+    unit = devices * settings.accumulation_steps
+    if settings.global_batch_size % unit:
+        raise ConfigError(
+            f"train.global_batch_size is {settings.global_batch_size}, but must be a multiple of devices x "
+            f"accumulation_steps = {devices} x {settings.accumulation_steps} = {unit}"
+        )
+
+
+def _check_output(config: RunConfig) -> bool:
+    """Whether the run resumes; refuses an output folder that holds something else."""
+    folder = config.folder
+    if folder.exists() and not folder.is_dir():
+        raise ConfigError(f"output is {config.output!r}, which is not a folder")
+    if not config.train.resume:
+        if folder.is_dir() and any(folder.iterdir()):
+            raise ConfigError(f"output is {config.output!r}, which is not empty; set train.resume to continue the run "
+                              "in it, or choose a new folder")  # fmt: skip
+        return False
+    if complete_steps(folder / CHECKPOINTS):
+        return True
+    logger.info("train.resume: no complete checkpoint in %r yet, starting at step 0", str(folder / CHECKPOINTS))
+    return False
+
+
+def _config_file(config: RunConfig) -> Path:
+    path = Path(config.model.path)
+    return path if path.suffix == ".json" else path / "config.json"
+
+
+def _read_hf_config(config: RunConfig) -> dict[str, Any]:
+    path = _config_file(config)
+    try:
+        raw = json.loads(path.read_text())
+    except OSError as error:
+        raise ConfigError(f"model.path: {str(path)!r} cannot be read: {error.strerror}") from None
+    except json.JSONDecodeError as error:
+        raise ConfigError(f"model.path: {str(path)!r} is not JSON: {error}") from None
+    if not isinstance(raw, dict):
+        raise ConfigError(f"model.path: {str(path)!r} holds no JSON object")
+    return raw
+
+
+def _vocab_size(config: RunConfig, resumes: bool) -> int:
+    """The model's vocabulary, known before any weight is read."""
+    if resumes:
+        return read_model_info(config.folder / CHECKPOINTS)[0].vocab_size
+    size = _read_hf_config(config).get("vocab_size")
+    if not isinstance(size, int):
+        raise ConfigError(f"vocab_size of {str(_config_file(config))!r} is {size!r}, but must be a positive integer")
+    return size
+
+
+def _fresh_state(config: RunConfig, optimizer: optax.GradientTransformation) -> TrainState:
+    from moe_jax.hf import transform
+
+    model_path = Path(config.model.path)
+    if config.model.init == "weights" and not model_path.is_dir():
+        raise ConfigError(f"model.path is {config.model.path!r}, but model.init 'weights' needs a checkpoint folder")
+    origin = model_path if config.model.init == "weights" else _read_hf_config(config)
+    model = transform(origin, config.moe, config.train.dtype, remat=config.train.remat)
+    return TrainState(model, jax.jit(optimizer.init)(model), replicated(np.int32(0)))
+
+
+def _resumed_state(config: RunConfig, optimizer: optax.GradientTransformation) -> TrainState:
+    step, steps = latest_step(config.folder / CHECKPOINTS), config.train.steps
+    if step > steps:
+        raise ConfigError(f"train.steps is {steps}, but the checkpoint in {config.output!r} is already of step {step}")
+    model = _abstract_model(config)
+    abstract = TrainState(model, jax.eval_shape(optimizer.init, model), jax.ShapeDtypeStruct((), jnp.int32))
+    logger.info("resuming after step %d of %d", step, steps)
+    return restore(config.folder / CHECKPOINTS, abstract, config.to_dict())
+
+
+def _abstract_model(config: RunConfig) -> Any:
+    """The checkpoint's model without arrays, under this run's MoE switches; refuses a run that describes another."""
+    import converters
+    from moe_jax.hf import abstract_model
+
+    checkpoints, settings = config.folder / CHECKPOINTS, config.train
+    stored, _, _, source = read_model_info(checkpoints)
+    if _config_file(config).is_file():
+        wanted, _ = converters.new_source(_read_hf_config(config), {}, settings.dtype)
+        check_same_model(stored, wanted, checkpoints)
+    else:
+        logger.warning("model.path %r is not there any more; the checkpoint's own description of the model is used",
+                       config.model.path)  # fmt: skip
+    return abstract_model(stored, config.moe, settings.dtype, source, remat=settings.remat)
+
+
+@contextlib.contextmanager
+def _stop_on_sigterm() -> Iterator[Callable[[int], bool]]:
+    """Gives a function that says, at a step, whether to stop there; the signal itself interrupts nothing.
+
+    With several processes they all stop at one step, through JAX's own handling of the signal.
+    """
+    received = threading.Event()
+
+    def note(_number: int, _frame: FrameType | None) -> None:
+        received.set()
+
+    def stop(step: int) -> bool:
+        if jax.process_count() > 1:
+            return multihost_utils.reached_preemption_sync_point(step)
+        return received.is_set()
+
+    if threading.current_thread() is not threading.main_thread():  # only the main thread may have signal handlers
+        yield stop
+        return
+    before = signal.signal(signal.SIGTERM, note)
+    try:
+        yield stop
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+# ---- after the last step ----
+
+
+def _draw(folder: Path, model_config: Any) -> None:
+    train_records, eval_records = read_jsonl(folder / "metrics.jsonl"), read_jsonl(folder / "eval.jsonl")
+    if not train_records:
+        return
+    plot_loss(train_records, eval_records, folder / "loss.png")
+    moe_layers = list(itertools.compress(itertools.count(), (layer.is_moe for layer in model_config.layers)))
+    if moe_layers:
+        plot_expert_load(train_records, folder / "expert_load.png", moe_layers)
+
+
+def _export(model: Any, folder: Path) -> None:
+    """Writes the Hugging Face folder, in the place of the one that an earlier end of this run wrote."""
+    from moe_jax.hf import save_pretrained
+
+    with replacing(folder) as unfinished:
+        save_pretrained(model, unfinished)
+    logger.info("exported to %s", folder)
