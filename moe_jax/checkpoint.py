@@ -269,7 +269,6 @@ class TrainCheckpointer:
 
     def close(self) -> None:
         """Waits until every checkpoint is on disk."""
-        self._manager.wait_until_finished()
         self._manager.close()
 
     def write_model_info(self, model: Any, *, keep_source: bool) -> None:

@@ -28,14 +28,14 @@ COMPUTE_DTYPES = {"float32": jnp.float32, "bfloat16": jnp.bfloat16, "float16": j
 
 
 def transform(
-    model: Any, config: MoEConfig | None = None, dtype: Any = None, *, remat: str = "full", carry_unknown: bool = False
+    model: Any, config: Any = None, dtype: Any = None, *, remat: str = "full", carry_unknown: bool = False
 ) -> CausalLM:
     """A `CausalLM` on the current mesh, its parameters born in their shards.
 
     model: a torch Hugging Face model (its weights are carried over); a checkpoint folder (read slice by slice straight into
         the shards, without torch); or a Hugging Face config, as the config object or its dict (random initial weights, the
         same on every mesh).
-    config: the MoE switches; None for their defaults.
+    config: the switches, a `MoEConfig`; None for their defaults.
     dtype: the compute dtype, "float32", "bfloat16" or "float16"; None takes the model's own. Parameters are float32
         always: they are the master copy that an optimizer updates.
     remat: what the backward pass recomputes: "full" keeps only the layers' inputs and the routing, "dispatched" also the rows

@@ -213,6 +213,7 @@ class _Run:
             self._save()
         if jax.process_index() == 0:
             _draw(folder, self.state.model.config)
+        logger.info("%s at step %d, written to %s", "stopped" if preempted else "done", self.step, folder)
         if self.config.export and not preempted:
             _export(self.state.model, folder / EXPORT)
         return TrainResult(

@@ -1,0 +1,177 @@
+"""transform and save_pretrained without torch: exact round trips on meshes, initial weights, memory, refusals."""
+
+import logging
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+from meshes import MESHES, start
+from numpy_hf import CONFIGS, MIX, Q3, random_tensors, read_folder, write_folder
+
+import moe_jax
+from moe_jax.hf import fetch
+from moe_jax.model import named_parameters
+
+
+def same_bytes(a: Path, b: Path) -> None:
+    left, right = ({p.name: p.read_bytes() for p in folder.iterdir()} for folder in (a, b))
+    assert left.keys() == right.keys()
+    tensors = (read_folder(a), read_folder(b))
+    assert {n: (t.dtype, t.tobytes()) for n, t in tensors[0].items()} == {n: (t.dtype, t.tobytes()) for n, t in tensors[1].items()}
+    for name in left:
+        if name != "model.safetensors.index.json":  # its metadata is made anew
+            assert left[name] == right[name], name
+
+
+@pytest.mark.parametrize("mesh", ["EP4xFSDP2", "replica2xEP2xFSDP2"])
+@pytest.mark.parametrize("family", CONFIGS)
+def test_load_and_export_on_a_mesh_changes_no_byte(family: str, mesh: str, tmp_path: Path) -> None:
+    files = {"tokenizer.json": b'{"a": 1}', "chat_template.jinja": b"{{ x }}", "generation_config.json": b'{"temperature": 0.9}'}
+    folder = write_folder(tmp_path / "in", CONFIGS[family], random_tensors(CONFIGS[family]), shards=3, files=files)
+    start(mesh)
+    moe_jax.save_pretrained(moe_jax.transform(folder), tmp_path / "out")
+    same_bytes(folder, tmp_path / "out")
+
+
+@pytest.mark.parametrize("mesh", [name for name in MESHES if name != "1 device" and not name.startswith("EP8")])
+def test_initial_weights_from_a_config_are_the_same_on_every_mesh(mesh: str) -> None:
+    start("1 device")
+    expected = {n: np.asarray(p[...]) for n, p in named_parameters(moe_jax.transform(MIX)).items()}
+    start(mesh)
+    for name, param in named_parameters(moe_jax.transform(MIX)).items():
+        np.testing.assert_array_equal(param[...], expected[name], err_msg=name)
+
+
+def test_initial_weights_depend_on_both_seeds_and_the_global_index() -> None:
+    def weights(seed: int = 12345, moe_seed: int = 12345, layers: int = 2) -> dict[str, np.ndarray]:
+        moe_jax.init({"random_seed": seed}, devices=jax.devices()[:1])
+        model = moe_jax.transform(MIX | {"num_hidden_layers": layers}, config=moe_jax.MoEConfig(random_seed=moe_seed))
+        return {n: np.asarray(p[...]) for n, p in named_parameters(model).items()}
+
+    base, other_dense, other_moe, deeper = weights(), weights(seed=1), weights(moe_seed=1), weights(layers=3)
+    assert not np.array_equal(base["runs.0.0.attn.q"], other_dense["runs.0.0.attn.q"])
+    np.testing.assert_array_equal(base["runs.0.0.mlp.down"], other_dense["runs.0.0.mlp.down"])
+    assert not np.array_equal(base["runs.0.0.mlp.down"], other_moe["runs.0.0.mlp.down"])
+    np.testing.assert_array_equal(base["runs.0.0.mlp.down"], deeper["runs.0.0.mlp.down"][:2])
+    assert not np.array_equal(base["runs.0.0.mlp.down"][0, 0], base["runs.0.0.mlp.down"][0, 1])
+    assert float(np.std(base["runs.0.0.mlp.gate_up"])) == pytest.approx(0.02, rel=0.02)
+
+
+def test_parameters_are_born_in_their_shards() -> None:
+    start("EP4xFSDP2")
+    model = moe_jax.transform(MIX)
+    params = named_parameters(model)
+    shard = lambda name: params[name][...].addressable_shards[0].data.shape  # noqa: E731
+    assert shard("runs.0.0.mlp.gate_up") == (2, 1, 64, 2, 48)
+    assert shard("runs.0.0.mlp.down") == (2, 1, 48, 64)
+    assert shard("runs.0.0.attn.q") == (2, 8, 4, 16)
+    assert shard("embed.weight") == (97, 8)  # a prime vocabulary: the hidden dimension is cut
+    assert all(p[...].dtype == np.float32 for p in params.values())
+
+
+def test_fetch_reads_any_block_of_any_layout() -> None:
+    start("replica2xEP2xFSDP2")
+    params = named_parameters(moe_jax.transform(Q3))
+    for name in ("runs.0.0.mlp.gate_up", "runs.0.0.attn.q", "embed.weight", "final_norm.weight"):
+        array = params[name][...]
+        whole = np.asarray(array)
+        np.testing.assert_array_equal(fetch(array, ()), whole)
+        for prefix in np.ndindex(*whole.shape[:2]):
+            np.testing.assert_array_equal(fetch(array, prefix), whole[prefix])
+
+
+@pytest.mark.parametrize(
+    ("settings", "moe", "message"),
+    [
+        ({"expert_parallel_degree": 8}, {}, "expert_parallel_degree is 8, but must divide the model's 4 experts"),
+        ({"expert_parallel_degree": 2}, {"smp_moe": False}, "smp_moe is False, but expert_parallel_degree is 2"),
+    ],
+)
+def test_what_the_mesh_cannot_hold_is_refused_before_any_weight_is_read(settings, moe, message, tmp_path: Path) -> None:
+    """C69, C100."""
+    moe_jax.init(settings)
+    folder = write_folder(tmp_path / "in", MIX, random_tensors(MIX))
+    for source in (folder, MIX):
+        with pytest.raises(moe_jax.ConfigError, match=message):
+            moe_jax.transform(source, config=moe_jax.MoEConfig(**moe))
+
+
+def test_wrong_arguments_are_named() -> None:
+    start("1 device")
+    with pytest.raises(moe_jax.ConfigError, match="dtype is 'int8', but must be one of"):
+        moe_jax.transform(MIX, dtype="int8")
+    with pytest.raises(moe_jax.ConfigError, match="remat is 'some', but must be one of"):
+        moe_jax.transform(MIX, remat="some")
+    with pytest.raises(moe_jax.ConfigError, match="transform got a int"):
+        moe_jax.transform(3)
+    with pytest.raises(moe_jax.ConfigError, match="config is a dict"):
+        moe_jax.transform(MIX, config={"smp_moe": True})  # type: ignore[arg-type]
+
+
+def test_settings_without_effect_are_said(caplog: pytest.LogCaptureFixture) -> None:
+    """C06, C100."""
+    start("1 device")
+    with caplog.at_level(logging.INFO, logger="moe_jax"):
+        moe_jax.transform(MIX | {"num_experts_per_tok": 1})
+    assert "moe_aux_loss_coeff 0.001 has no effect with moe_load_balancing='sinkhorn'" in caplog.text
+    assert "gives the router no gradient" in caplog.text
+
+
+MEMORY_SCRIPT = """
+import os, resource, sys
+os.environ["JAX_PLATFORMS"], os.environ["XLA_FLAGS"] = "cpu", "--xla_force_host_platform_device_count=8"
+import jax, moe_jax
+from moe_jax.model import named_parameters
+what, folder = sys.argv[1:]
+moe_jax.init({"expert_parallel_degree": 4})
+def peak():
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+jax.block_until_ready(jax.jit(lambda: jax.numpy.zeros(8))())
+before = peak()
+if what == "save":
+    model = moe_jax.transform(CONFIG)
+    jax.block_until_ready(jax.tree.leaves(model))
+    before = peak()
+    moe_jax.save_pretrained(model, folder, max_shard_size="20MB")
+else:
+    model = moe_jax.transform(folder if what == "load" else CONFIG, dtype="float32")
+    jax.block_until_ready(jax.tree.leaves(model))
+size = sum(p[...].nbytes for p in named_parameters(model).values())
+print(size, peak() - before)
+"""
+# About 170 MB of float32 parameters, stored as bf16.
+MEMORY_CONFIG = MIX | {"hidden_size": 256, "intermediate_size": 1024, "num_hidden_layers": 6, "num_local_experts": 8,
+                       "vocab_size": 8000, "num_attention_heads": 8}  # fmt: skip
+
+
+def measure(what: str, folder: Path) -> tuple[int, int]:
+    """(bytes of the parameters, rise of the peak resident memory) in a process of its own."""
+    script = MEMORY_SCRIPT.replace("CONFIG", repr(MEMORY_CONFIG))
+    done = subprocess.run([sys.executable, "-c", script, what, str(folder)], capture_output=True, text=True, check=True)
+    size, rise = map(int, done.stdout.split())
+    return size, rise
+
+
+def test_memory_of_loading_and_initialising_stays_near_the_parameters_and_of_export_near_a_shard(tmp_path: Path) -> None:
+    """C23, C35, on the eight devices of one process, which together hold the model once."""
+    folder = write_folder(tmp_path / "in", MEMORY_CONFIG, random_tensors(MEMORY_CONFIG), shards=4)
+    size, rise = measure("load", folder)
+    file_size = size // 2  # mapped pages of the bf16 files count as resident
+    assert rise < 1.3 * size + file_size, f"loading {size:,} bytes took {rise:,}"
+    size, rise = measure("init", folder)
+    assert rise < 3.5 * size, f"initialising {size:,} bytes took {rise:,}"
+    size, rise = measure("save", tmp_path / "out")
+    assert rise < 0.6 * size, f"exporting {size:,} bytes by 20 MB shards took {rise:,}"
+
+
+def test_the_library_and_the_file_bridge_never_import_torch(tmp_path: Path) -> None:
+    folder = write_folder(tmp_path / "in", MIX, random_tensors(MIX))
+    code = (
+        "import sys, moe_jax; moe_jax.init(); m = moe_jax.transform(sys.argv[1]); moe_jax.save_pretrained(m, sys.argv[2]);"
+        "assert 'torch' not in sys.modules and 'transformers' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code, str(folder), str(tmp_path / "out")], check=True)
+    same_bytes(folder, tmp_path / "out")
