@@ -1,7 +1,7 @@
 """The whole way of a model, offline, on eight simulated CPU devices: what `make demo` runs.
 
-A small Hugging Face Mixtral is made, proven to survive the round trip, trained with expert parallelism, interrupted and
-resumed on the way, exported, and the export is loaded by transformers and compared. Everything lies in one folder after.
+A small Hugging Face Mixtral is made, proven to survive the round trip, trained with expert parallelism (interrupted and
+resumed on the way) and exported; transformers loads the export, and the logits are compared. It all lies in one folder.
 """
 
 import argparse
@@ -41,9 +41,8 @@ MIXTRAL: dict[str, Any] = {
     "max_position_embeddings": 512, "sliding_window": None, "tie_word_embeddings": False,
     "bos_token_id": 0, "eos_token_id": 0, "pad_token_id": 0,
 }  # fmt: skip
-INTERRUPT_AT = 50
+INTERRUPT_AT = 40
 MAX_RELATIVE_NORM = 1e-5  # float32 logits of two implementations that differ in summation order only
-PROMPT = "The return value of this function is"
 
 console = Console()
 
@@ -52,10 +51,12 @@ console = Console()
 
 
 def make_checkpoint(folder: Path) -> None:
-    """Writes a randomly initialised Mixtral of about 6 million parameters, in several shards, with its own tokenizer."""
+    """Writes a random Mixtral of 5.4 million parameters, in several shards, with a tokenizer of its own."""
     import torch
     from transformers import MixtralConfig, MixtralForCausalLM
+    from transformers.utils.logging import disable_progress_bar
 
+    disable_progress_bar()
     torch.manual_seed(0)
     model = MixtralForCausalLM(MixtralConfig(**MIXTRAL))
     model.save_pretrained(folder, max_shard_size=SHARD_SIZE)
@@ -88,7 +89,7 @@ def train_command(run_file: Path, *more: str) -> list[str]:
 
 
 def train_until_interrupted(run_file: Path, metrics: Path) -> None:
-    """Starts the run and sends it SIGTERM once step `INTERRUPT_AT` is done; it writes a checkpoint and exits with 143."""
+    """Starts the run and sends it SIGTERM after step `INTERRUPT_AT`; it writes a checkpoint and exits with 143."""
     process = subprocess.Popen(train_command(run_file))
     while process.poll() is None and steps_done(metrics) < INTERRUPT_AT:
         time.sleep(0.2)
@@ -115,8 +116,8 @@ def run(*command: str) -> None:
 # ---- the proof ----
 
 
-def compare_with_transformers(checkpoints: Path, export: Path) -> tuple[float, str]:
-    """The relative norm of the logits' difference, trained model here against its export there, and a continued text."""
+def compare_with_transformers(checkpoints: Path, export: Path) -> float:
+    """The relative norm of the logits' difference: the checkpoint's model here against its export in transformers."""
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -125,12 +126,10 @@ def compare_with_transformers(checkpoints: Path, export: Path) -> tuple[float, s
     tokens = np.array([tokenizer("\n\n".join(embedded_corpus())[:4000])["input_ids"][:256]], np.int32)
     with torch.no_grad():
         reference = theirs(torch.from_numpy(tokens).long()).logits.numpy()
-        prompt = tokenizer(PROMPT, return_tensors="pt")
-        text = tokenizer.decode(theirs.generate(**prompt, max_new_tokens=24, do_sample=False)[0])
     simulate_devices(NUM_DEVICES)
     moe_jax.init({"expert_parallel_degree": 4, "hybrid_shard_degree": 2})
     ours = jax.jit(lambda model, tokens: model(tokens).logits)(load_model(checkpoints, dtype="float32"), tokens)
-    return float(np.linalg.norm(np.asarray(ours) - reference) / np.linalg.norm(reference)), text
+    return float(np.linalg.norm(np.asarray(ours) - reference) / np.linalg.norm(reference))
 
 
 # ---- the story ----
@@ -149,7 +148,7 @@ def heading(text: str) -> None:
     console.print(f"\n[bold]{text}")
 
 
-def print_summary(folder: Path, config: RunConfig, relative_norm: float, text: str, seconds: float) -> None:
+def print_summary(folder: Path, config: RunConfig, relative_norm: float, seconds: float) -> None:
     """Prints what came out, and where it lies."""
     records: list[Record] = read_jsonl(config.folder / "metrics.jsonl")
     held_out: list[Record] = read_jsonl(config.folder / "eval.jsonl")
@@ -162,7 +161,6 @@ def print_summary(folder: Path, config: RunConfig, relative_norm: float, text: s
         "held-out loss": " -> ".join(f"{record['eval_loss']:.3f}" for record in held_out),
         "fullest expert": f"{first['max_load']:.2f} -> {last['max_load']:.2f} times an even share",
         "logits of the export": f"relative norm of the difference {relative_norm:.1e} (transformers against moe_jax)",
-        "it writes": repr(text),
         "run": str(folder / "RUN.yaml"),
         "plots": f"{config.folder / 'loss.png'}, {config.folder / 'expert_load.png'}",
         "export": str(config.folder / "hf"),
@@ -195,8 +193,8 @@ def main() -> None:
     run(*train_command(run_file, "--train.resume", "true"))
 
     heading("4. The export in transformers")
-    relative_norm, text = compare_with_transformers(config.folder / "checkpoints", config.folder / "hf")
-    print_summary(folder, config, relative_norm, text, time.perf_counter() - started)
+    relative_norm = compare_with_transformers(config.folder / "checkpoints", config.folder / "hf")
+    print_summary(folder, config, relative_norm, time.perf_counter() - started)
     if relative_norm > MAX_RELATIVE_NORM:
         sys.exit(f"demo: the export differs: {relative_norm:.1e} is above {MAX_RELATIVE_NORM:g}")
 

@@ -8,9 +8,9 @@ from moe_jax.errors import ConfigError
 from moe_jax.mesh import init, is_initialized, state
 
 if TYPE_CHECKING:
+    from moe_jax.hf import save_pretrained, transform
     from moe_jax.losses import next_token_loss, training_loss
     from moe_jax.model import CausalLM, ModelOutput
-    from moe_jax.hf import save_pretrained, transform
 
 # Imported when first used: `converters` imports `moe_jax.config`, and `moe_jax.hf` imports `converters`.
 _LAZY = {
@@ -25,8 +25,8 @@ _LAZY = {
 __all__ = [
     "CausalLM",
     "ConfigError",
-    "ModelOutput",
     "MoEConfig",
+    "ModelOutput",
     "ParallelConfig",
     "init",
     "is_initialized",

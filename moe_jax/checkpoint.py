@@ -216,7 +216,7 @@ def load_model(folder: str | Path, *, config: MoEConfig | None = None, dtype: An
 
 
 def _abstract_model(config: ModelConfig, moe: MoEConfig, dtype: Any, source: HFSource | None) -> Any:
-    from moe_jax.hf import abstract_model  # a room to the right, which only loading needs
+    from moe_jax.hf import abstract_model
 
     return abstract_model(config, moe, dtype, source)
 

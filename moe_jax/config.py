@@ -77,7 +77,9 @@ class ParallelConfig:
         if config is None:
             return cls()
         if not isinstance(config, Mapping):
-            raise ConfigError(f"init config is a {type(config).__name__}, but must be a dict, a JSON file's path or None")
+            raise ConfigError(
+                f"init config is a {type(config).__name__}, but must be a dict, a JSON file's path or None"
+            )
         refuse_unknown("init config", config, (f.name for f in dataclasses.fields(cls)))
         return cls(**config)
 

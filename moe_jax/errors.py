@@ -16,7 +16,9 @@ def refuse_unknown(what: str, given: Iterable[str], known: Iterable[str]) -> Non
         return
     near = difflib.get_close_matches(unknown[0], known, n=1)
     hint = f" (did you mean {near[0]!r}?)" if near else ""
-    raise ConfigError(f"{what} has unknown key(s) {', '.join(map(repr, unknown))}{hint}; known keys: {', '.join(known)}")
+    raise ConfigError(
+        f"{what} has unknown key(s) {', '.join(map(repr, unknown))}{hint}; known keys: {', '.join(known)}"
+    )
 
 
 def require(ok: bool, field: str, value: object, allowed: str) -> None:

@@ -19,7 +19,7 @@ from moe_jax.config import ModelConfig, MoEConfig
 from moe_jax.errors import ConfigError
 from moe_jax.mesh import state
 from moe_jax.model import CausalLM, named_parameters
-from moe_jax.sharding import is_param, parameter_shardings
+from moe_jax.sharding import parameter_shardings
 from moe_jax.source import HFSource
 
 logger = logging.getLogger("moe_jax")
@@ -52,7 +52,9 @@ def transform(
         loaded = _open_torch_model(model)
     else:
         return _from_config(model, moe, dtype, remat)
-    abstract = abstract_model(loaded.model_config, moe, _compute_dtype(dtype, loaded.source), loaded.source, remat=remat)
+    abstract = abstract_model(
+        loaded.model_config, moe, _compute_dtype(dtype, loaded.source), loaded.source, remat=remat
+    )
     return fill(abstract, loaded.read)
 
 
@@ -63,11 +65,18 @@ def save_pretrained(model: CausalLM, folder: str | Path, max_shard_size: int | s
     max_shard_size: bytes, or "100MB"; None keeps the source's shards (a model without source files gets 5 GB shards).
     """
     if model.source is None:
-        raise ConfigError("this model has no Hugging Face source (it was not made by transform), so it cannot be exported")
+        raise ConfigError(
+            "this model has no Hugging Face source (it was not made by transform), so it cannot be exported"
+        )
     max_bytes = converters.parse_size(max_shard_size) if isinstance(max_shard_size, str) else max_shard_size
     parameters = {name: param[...] for name, param in named_parameters(model).items()}
     converters.export(model.config, model.source, lambda name, prefix: fetch(parameters[name], prefix), Path(folder),
                       max_bytes)  # fmt: skip
+
+
+def model_config_of(hf_config: Mapping[str, Any]) -> ModelConfig:
+    """The model that a parsed config.json describes; `ConfigError` for one that the library does not have."""
+    return converters.new_source(dict(hf_config), {}, "float32")[0]
 
 
 def abstract_model(
@@ -81,7 +90,7 @@ def abstract_model(
     )
 
 
-def fill(abstract: CausalLM, read: Callable[[str, tuple[slice, ...]], np.ndarray]) -> CausalLM:
+def fill(abstract: CausalLM, read: Callable[[str, Any], np.ndarray]) -> CausalLM:
     """The model whose parameters are `read(name, slices)`, asked for only the slices of this process's shards."""
     leaves = jax.tree.leaves(abstract)
     arrays = [
@@ -128,7 +137,11 @@ def _constructor(model_config: ModelConfig, moe: MoEConfig, dtype: Any, source: 
 def _from_config(hf_config: Any, moe: MoEConfig, dtype: Any, remat: str) -> CausalLM:
     """A model with random weights from a Hugging Face config or its dict."""
     raw, files = _config_and_files(hf_config)
-    stored = _dtype_name(dtype) if dtype is not None else _dtype_name(raw.get("dtype") or raw.get("torch_dtype") or "float32")
+    stored = (
+        _dtype_name(dtype)
+        if dtype is not None
+        else _dtype_name(raw.get("dtype") or raw.get("torch_dtype") or "float32")
+    )
     model_config, source = converters.new_source(raw, files, stored)
     _check(model_config, moe)
     return _init_sharded(_constructor(model_config, moe, COMPUTE_DTYPES[stored], source, remat))
@@ -198,7 +211,11 @@ def _to_numpy(tensor: Any) -> np.ndarray:
 
 
 def _dtype_name(dtype: Any) -> str:
-    name = str(dtype).removeprefix("torch.") if "torch" in str(type(dtype)) or isinstance(dtype, str) else jnp.dtype(dtype).name
+    name = (
+        str(dtype).removeprefix("torch.")
+        if "torch" in str(type(dtype)) or isinstance(dtype, str)
+        else jnp.dtype(dtype).name
+    )
     if name not in COMPUTE_DTYPES:
         raise ConfigError(f"dtype is {name!r}, but must be one of {', '.join(map(repr, COMPUTE_DTYPES))}")
     return name

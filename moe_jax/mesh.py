@@ -109,12 +109,12 @@ def axis_sizes(config: ParallelConfig, num_devices: int) -> tuple[int, int, int]
 def init(
     config: "Mapping[str, Any] | str | Path | ParallelConfig | None" = None,
     *,
-    devices: Sequence[jax.Device] | None = None,
+    devices: Sequence[Any] | None = None,
 ) -> State:
     """Builds the mesh, makes it JAX's current mesh, and returns `state`.
 
     config: a dict of SMP v2 keys (`ParallelConfig`), the path of a JSON file with such a dict, or None for the defaults.
-    devices: the devices to use; None takes all of them, over all processes.
+    devices: the `jax.devices()` to use; None takes all of them, over all processes.
     Calling it again replaces the mesh; models made under the earlier one stay where they are and must not be mixed in.
     """
     parallel = ParallelConfig.load(config)

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
 
 from moe_jax.config import LayerConfig, ModelConfig, MoEConfig
 from moe_jax.errors import ConfigError
@@ -93,7 +94,9 @@ class ModelOutput:
 class Block(nnx.Module):
     """One layer: attention and an MLP or MoE, each behind a norm and a residual connection."""
 
-    def __init__(self, config: ModelConfig, moe: MoEConfig, layer: LayerConfig, keys: tuple[jax.Array, jax.Array]) -> None:
+    def __init__(
+        self, config: ModelConfig, moe: MoEConfig, layer: LayerConfig, keys: tuple[jax.Array, jax.Array]
+    ) -> None:
         dense_key, moe_key = keys
         attention_key, mlp_key = jax.random.split(dense_key)
         self.attn_norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
@@ -143,7 +146,9 @@ class CausalLM(nnx.Module):
         embed_key, head_key, layer_key = jax.random.split(dense_root, 3)
         stddev = config.initializer_range
         self.embed = Embedding(config.vocab_size, config.hidden_size, key=embed_key, stddev=stddev)
-        self.runs = nnx.List([self._make_run(run, config, moe, layer_key, moe_root) for run in layer_runs(config.layers)])
+        self.runs = nnx.List(
+            [self._make_run(run, config, moe, layer_key, moe_root) for run in layer_runs(config.layers)]
+        )
         self.final_norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         if not config.tie_word_embeddings:
             self.lm_head = LMHead(config.hidden_size, config.vocab_size, key=head_key, stddev=stddev)
@@ -212,7 +217,7 @@ class CausalLM(nnx.Module):
 
         def body(x_BSH, blocks):
             outputs = []
-            x_BSH = jax.ad_checkpoint.checkpoint_name(x_BSH, BLOCK_INPUT_NAME)
+            x_BSH = checkpoint_name(x_BSH, BLOCK_INPUT_NAME)
             for block in blocks:
                 x_BSH, moe_output = block(x_BSH, inputs, self.dtype, train=train)
                 if moe_output is not None and not keep_ids:

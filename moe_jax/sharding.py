@@ -35,7 +35,9 @@ class ShardingRules:
 RULES = ShardingRules()
 
 
-def parameter_spec(dims: tuple[str, ...], shape: tuple[int, ...], mesh: Mesh | AbstractMesh, rules: ShardingRules = RULES) -> P:
+def parameter_spec(
+    dims: tuple[str, ...], shape: tuple[int, ...], mesh: Mesh | AbstractMesh, rules: ShardingRules = RULES
+) -> P:
     """The `PartitionSpec` of a parameter with dimension names `dims` and the (possibly stacked) `shape`.
 
     A dimension that its axes do not divide hands them to the largest other dimension that they divide; where there is none,

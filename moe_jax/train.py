@@ -386,13 +386,12 @@ def _resumed_state(config: RunConfig, optimizer: optax.GradientTransformation) -
 
 def _abstract_model(config: RunConfig) -> Any:
     """The checkpoint's model without arrays, under this run's MoE switches; refuses a run that describes another."""
-    import converters
-    from moe_jax.hf import abstract_model
+    from moe_jax.hf import abstract_model, model_config_of
 
     checkpoints, settings = config.folder / CHECKPOINTS, config.train
     stored, _, _, source = read_model_info(checkpoints)
     if _config_file(config).is_file():
-        wanted, _ = converters.new_source(_read_hf_config(config), {}, settings.dtype)
+        wanted = model_config_of(_read_hf_config(config))
         check_same_model(stored, wanted, checkpoints)
     else:
         logger.warning("model.path %r is not there any more; the checkpoint's own description of the model is used",

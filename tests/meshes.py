@@ -3,9 +3,13 @@
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 import moe_jax
+from moe_jax.config import ModelConfig
+from moe_jax.hf import abstract_model, fill
+from moe_jax.model import CausalLM, named_parameters
 from moe_jax.sharding import batch_spec
 
 # name -> (expert, fsdp, replica) sizes
@@ -33,3 +37,13 @@ def start(name: str, **settings: Any) -> None:
 def put_batch(array: np.ndarray) -> jax.Array:
     """An array with its rows spread over the current mesh."""
     return jax.device_put(array, jax.NamedSharding(moe_jax.state.mesh, batch_spec(array.ndim)))
+
+
+def values_of(model: Any) -> dict[str, np.ndarray]:
+    """Parameter name -> value on the host."""
+    return {name: np.asarray(param[...]) for name, param in named_parameters(model).items()}
+
+
+def model_of(values: dict[str, np.ndarray], config: ModelConfig, moe: moe_jax.MoEConfig, **options: Any) -> CausalLM:
+    """A float32 model with these parameter values on the current mesh, without compiling an initialisation."""
+    return fill(abstract_model(config, moe, jnp.float32, None, **options), lambda name, index: values[name][index])

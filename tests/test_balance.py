@@ -74,7 +74,9 @@ def test_padding_leaves_the_losses(layout):
 
 def test_z_loss_of_large_bf16_logits_is_finite():
     """C46: 300^2 overflows float16."""
-    assert float(statistics(jnp.full((4, 8), 300.0, jnp.bfloat16)).z_loss) == pytest.approx((300 + math.log(8)) ** 2, rel=1e-5)
+    assert float(statistics(jnp.full((4, 8), 300.0, jnp.bfloat16)).z_loss) == pytest.approx(
+        (300 + math.log(8)) ** 2, rel=1e-5
+    )
 
 
 def test_all_padding_gives_finite_zeros():
@@ -145,7 +147,12 @@ def test_sinkhorn_balances_a_skewed_router():
 
 
 @settings(max_examples=60, deadline=None)
-@given(tokens=st.sampled_from([1, 7, 40]), experts=st.sampled_from([1, 5, 8]), scale=st.floats(0, 1e4), seed=st.integers(0, 50))
+@given(
+    tokens=st.sampled_from([1, 7, 40]),
+    experts=st.sampled_from([1, 5, 8]),
+    scale=st.floats(0, 1e4),
+    seed=st.integers(0, 50),
+)
 def test_sinkhorn_never_gives_nan(tokens, experts, scale, seed):
     rng = np.random.default_rng(seed)
     _, log_v = plan(scale * rng.normal(size=(tokens, experts)), mask=rng.random(tokens) < 0.7, cap=20)

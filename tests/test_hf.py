@@ -20,7 +20,9 @@ def same_bytes(a: Path, b: Path) -> None:
     left, right = ({p.name: p.read_bytes() for p in folder.iterdir()} for folder in (a, b))
     assert left.keys() == right.keys()
     tensors = (read_folder(a), read_folder(b))
-    assert {n: (t.dtype, t.tobytes()) for n, t in tensors[0].items()} == {n: (t.dtype, t.tobytes()) for n, t in tensors[1].items()}
+    assert {n: (t.dtype, t.tobytes()) for n, t in tensors[0].items()} == {
+        n: (t.dtype, t.tobytes()) for n, t in tensors[1].items()
+    }
     for name in left:
         if name != "model.safetensors.index.json":  # its metadata is made anew
             assert left[name] == right[name], name
@@ -29,7 +31,11 @@ def same_bytes(a: Path, b: Path) -> None:
 @pytest.mark.parametrize("mesh", ["EP4xFSDP2", "replica2xEP2xFSDP2"])
 @pytest.mark.parametrize("family", CONFIGS)
 def test_load_and_export_on_a_mesh_changes_no_byte(family: str, mesh: str, tmp_path: Path) -> None:
-    files = {"tokenizer.json": b'{"a": 1}', "chat_template.jinja": b"{{ x }}", "generation_config.json": b'{"temperature": 0.9}'}
+    files = {
+        "tokenizer.json": b'{"a": 1}',
+        "chat_template.jinja": b"{{ x }}",
+        "generation_config.json": b'{"temperature": 0.9}',
+    }
     folder = write_folder(tmp_path / "in", CONFIGS[family], random_tensors(CONFIGS[family]), shards=3, files=files)
     start(mesh)
     moe_jax.save_pretrained(moe_jax.transform(folder), tmp_path / "out")
@@ -155,7 +161,9 @@ def measure(what: str, folder: Path) -> tuple[int, int]:
     return size, rise
 
 
-def test_memory_of_loading_and_initialising_stays_near_the_parameters_and_of_export_near_a_shard(tmp_path: Path) -> None:
+def test_memory_of_loading_and_initialising_stays_near_the_parameters_and_of_export_near_a_shard(
+    tmp_path: Path,
+) -> None:
     """C23, C35, on the eight devices of one process, which together hold the model once."""
     folder = write_folder(tmp_path / "in", MEMORY_CONFIG, random_tensors(MEMORY_CONFIG), shards=4)
     size, rise = measure("load", folder)

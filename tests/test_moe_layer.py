@@ -18,7 +18,9 @@ F32_RELATIVE = 2e-6  # sums of at most 8 experts' contributions in another order
 HIDDEN, WIDTH = 24, 16
 ROWS, LENGTH = 16, 7  # 14 tokens a device on 8 devices: no multiple of the ranks
 
-MESHES = {"EP1": (1, 1), "EP2": (2, 1), "EP4": (4, 1), "EP8": (8, 1), "EP1xFSDP2": (1, 2), "EP2xFSDP2": (2, 2), "EP4xFSDP2": (4, 2)}  # fmt: skip
+MESHES = {
+    "EP1": (1, 1), "EP2": (2, 1), "EP4": (4, 1), "EP8": (8, 1), "EP1xFSDP2": (1, 2), "EP2xFSDP2": (2, 2), "EP4xFSDP2": (4, 2),
+}  # fmt: skip
 
 
 def model_config(num_experts: int, top_k: int, norm_topk_prob: bool = True) -> ModelConfig:
@@ -50,7 +52,17 @@ def routing_logits(pattern: str, num_experts: int, seed: int = 0) -> np.ndarray:
     return logits
 
 
-def run(mesh: str, pattern: str, num_experts: int, top_k: int, *, dispatcher: bool, mask=None, norm_topk_prob=True, replicas=1):
+def run(
+    mesh: str,
+    pattern: str,
+    num_experts: int,
+    top_k: int,
+    *,
+    dispatcher: bool,
+    mask=None,
+    norm_topk_prob=True,
+    replicas=1,
+):
     """(outputs and gradients of the layer, those of the dense reference, counts)."""
     start(mesh, replicas)
     config, moe = model_config(num_experts, top_k, norm_topk_prob), MoEConfig(
@@ -96,7 +108,9 @@ def test_random_routing_equals_the_dense_layer_on_every_mesh(mesh, dispatcher):
 
 
 @pytest.mark.parametrize("dispatcher", [True, False], ids=["all_to_all", "all_gather"])
-@pytest.mark.parametrize("pattern", ["zipf", "one expert", "one rank's tokens to one expert", "half of the experts empty"])
+@pytest.mark.parametrize(
+    "pattern", ["zipf", "one expert", "one rank's tokens to one expert", "half of the experts empty"]
+)
 def test_adversarial_routing_is_exact(pattern, dispatcher):
     check(*run("EP4xFSDP2", pattern, 8, 2, dispatcher=dispatcher))
 

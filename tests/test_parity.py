@@ -98,7 +98,10 @@ def test_options_equal_transformers(variant: str, overrides: dict, tmp_path: Pat
     make_checkpoint(tmp_path, variant, dtype="float32", **overrides)
     ids = np.random.default_rng(1).integers(0, 96, (2, LENGTH))
     start("FSDP2")
-    assert relative_norm(logits(moe_jax.transform(tmp_path), ids), reference_logits(reference_model(tmp_path), ids)) < LOGITS
+    assert (
+        relative_norm(logits(moe_jax.transform(tmp_path), ids), reference_logits(reference_model(tmp_path), ids))
+        < LOGITS
+    )
 
 
 @pytest.mark.parametrize("length", [1, 37, 127, 129])
@@ -146,7 +149,9 @@ def test_one_sgd_step_equals_torch(variant: str, tmp_path: Path) -> None:
     reference.save_pretrained(tmp_path / "torch")
 
     start("EP4xFSDP2")
-    model = moe_jax.transform(tmp_path / "hf", config=moe_jax.MoEConfig(moe_load_balancing="none", moe_z_loss_coeff=0.0))
+    model = moe_jax.transform(
+        tmp_path / "hf", config=moe_jax.MoEConfig(moe_load_balancing="none", moe_z_loss_coeff=0.0)
+    )
     batch = {"tokens": put_batch(ids.astype(np.int32)), "segment_ids": put_batch(segments.astype(np.int32))}
 
     @jax.jit

@@ -72,7 +72,9 @@ def test_taking_by_comparison_is_indexing(tokens, experts, data):
     rng = np.random.default_rng(data.draw(st.integers(0, 99)))
     values = rng.normal(size=(tokens, experts)).astype(np.float32)
     ids = np.argsort(rng.normal(size=(tokens, experts)), axis=1)[:, :top_k].astype(np.int32)
-    np.testing.assert_array_equal(take_experts(jnp.asarray(values), jnp.asarray(ids)), np.take_along_axis(values, ids, 1))
+    np.testing.assert_array_equal(
+        take_experts(jnp.asarray(values), jnp.asarray(ids)), np.take_along_axis(values, ids, 1)
+    )
 
 
 def test_router_product_is_float32_for_bf16_tokens():

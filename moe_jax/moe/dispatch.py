@@ -51,9 +51,7 @@ def _to_local_ids(expert_ids: jax.Array, first: jax.Array | int, num_local: int)
 
 def _all_gather_dispatch(x_TH: jax.Array, routing: Routing, num_experts: int) -> tuple[Received, None]:
     num_local = num_experts // lax.axis_size(EXPERT_AXIS)
-    gathered = [
-        lax.all_gather(a, EXPERT_AXIS, tiled=True) for a in (x_TH, routing.expert_ids_TK, routing.weights_TK)
-    ]
+    gathered = [lax.all_gather(a, EXPERT_AXIS, tiled=True) for a in (x_TH, routing.expert_ids_TK, routing.weights_TK)]
     rows_MH, ids_MK, weights_MK = gathered
     first = lax.axis_index(EXPERT_AXIS) * num_local
     return Received(rows_MH, _to_local_ids(ids_MK, first, num_local), weights_MK), None

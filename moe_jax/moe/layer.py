@@ -21,7 +21,8 @@ from moe_jax.moe.experts import expert_mlp
 from moe_jax.moe.router import Routing, router_logits, select_experts, softmax_routing
 from moe_jax.sharding import BATCH, P, param_spec
 
-# Values that rematerialisation may keep: the routing always (so that a recomputed layer routes alike), the exchanged rows on demand.
+# Values that rematerialisation may keep: the routing always (so that a recomputed layer routes alike), the received
+# rows on demand.
 ROUTING_NAME = "moe_routing"
 DISPATCHED_NAME = "moe_dispatched"
 

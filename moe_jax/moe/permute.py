@@ -1,7 +1,7 @@
 """Moving rows by index, with gathers in both directions: no scatter-add of rows, so no order of additions to differ.
 
-M input rows, A assigned rows (one for each (row, expert) pair), K slots per input row, H width. `source_A` names the input row of an
-assigned row, `slots_MK` the assigned rows of an input row; each is the inverse of the other. M in `source_A` and A in
+M input rows, A assigned rows (one for each (row, expert) pair), K slots per input row, H width. `source_A` names the input
+row of an assigned row, `slots_MK` the assigned rows of an input row; each is the inverse of the other. M in `source_A` and A in
 `slots_MK` mean "none".
 """
 
@@ -66,7 +66,10 @@ sum_rows.defvjp(_sum_forward, _sum_backward)
 
 @jax.custom_vjp
 def combine_rows(
-    rows_AH: Float[Array, "A H"], weights_MK: Float[Array, "M K"], source_A: Int[Array, " A"], slots_MK: Int[Array, "M K"]
+    rows_AH: Float[Array, "A H"],
+    weights_MK: Float[Array, "M K"],
+    source_A: Int[Array, " A"],
+    slots_MK: Int[Array, "M K"],
 ) -> Float[Array, "M H"]:
     """sum_k weights[m, k] * rows[slots[m, k]], float32. Slots that hold none add nothing and get no weight gradient."""
     total_MH = jnp.zeros((), jnp.float32)

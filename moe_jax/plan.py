@@ -1,0 +1,201 @@
+"""What a training step sends between devices: by formula, and as read from a compiled program.
+
+Counts and bytes are per device and step; bytes are those of a collective's result.
+"""
+
+import collections
+import dataclasses
+import math
+import re
+from collections.abc import Mapping
+
+from moe_jax.config import LayerConfig, ModelConfig
+from moe_jax.model import layer_runs
+
+_ITEM_BYTES = {
+    "pred": 1,
+    "s8": 1,
+    "u8": 1,
+    "bf16": 2,
+    "f16": 2,
+    "f32": 4,
+    "s32": 4,
+    "u32": 4,
+    "f64": 8,
+    "s64": 8,
+    "u64": 8,
+}
+_KINDS = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "collective-permute")
+
+
+@dataclasses.dataclass(frozen=True, order=True)
+class Collective:
+    """A kind of collective ("all-gather", ...) with a result of so many bytes on each device."""
+
+    kind: str
+    num_bytes: int
+
+
+Table = Mapping[Collective, int]  # -> how often in one step
+
+
+def step_collectives(
+    config: ModelConfig,
+    mesh_shape: Mapping[str, int],
+    *,
+    rows: int,
+    length: int,
+    item_bytes: int,
+    all_to_all: bool,
+    gradient_kind: str = "reduce-scatter",
+) -> Table:
+    """The collectives of one step over `rows` x `length` tokens, rematerialised ("full"), by formula.
+
+    item_bytes: size of the compute dtype. gradient_kind: how a gathered dense weight's gradient is reduced: GPUs
+    "reduce-scatter" it, XLA on CPU shows an "all-reduce" of the whole gradient. Left out: what is no larger than a norm's
+    weight or a statistic (E numbers a layer).
+    """
+    table: collections.Counter[Collective] = collections.Counter()
+    head = 0 if config.tie_word_embeddings else config.hidden_size * config.vocab_size
+    for size in (config.vocab_size * config.hidden_size, head):
+        _add_dense(table, size, mesh_shape, item_bytes, gathers=1, repeats=1, gradient_kind=gradient_kind)
+    tokens = rows * length // math.prod(mesh_shape.values())
+    for run in layer_runs(config.layers):
+        for layer in run.pattern:
+            for size, stored in _dense_weights(config, layer):
+                _add_dense(table, size, mesh_shape, stored or item_bytes, gathers=2, repeats=run.repeats,
+                           gradient_kind=gradient_kind)  # fmt: skip
+            if layer.is_moe:
+                _add_experts(table, config, mesh_shape, item_bytes, run.repeats)
+                exchange = _all_to_all if all_to_all else _all_gather
+                for collective, count in exchange(config, mesh_shape["expert"], tokens, item_bytes).items():
+                    table[collective] += count * run.repeats
+    return {collective: count for collective, count in table.items() if count}
+
+
+def _dense_weights(config: ModelConfig, layer: LayerConfig) -> list[tuple[int, int]]:
+    """(elements, item size; 0: the compute dtype) of each matrix of a layer that is cut over fsdp and expert."""
+    hidden, heads, kv = config.hidden_size, config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+    weights = [(hidden * heads, 0), (hidden * kv, 0), (hidden * kv, 0), (heads * hidden, 0)]
+    if layer.is_moe:
+        return [*weights, (hidden * config.num_experts, 4)]
+    return [*weights, (2 * hidden * config.intermediate_size, 0), (config.intermediate_size * hidden, 0)]
+
+
+def _add_dense(
+    table: collections.Counter[Collective], size: int, mesh_shape: Mapping[str, int], item_bytes: int, *, gathers: int,
+    repeats: int, gradient_kind: str,
+) -> None:  # fmt: skip
+    """A weight gathered `gathers` times and its gradient reduced, `repeats` times."""
+    if not size:
+        return
+    shards = mesh_shape["fsdp"] * mesh_shape["expert"]
+    if shards > 1:
+        table[Collective("all-gather", size * item_bytes)] += gathers * repeats
+    if shards * mesh_shape["replica"] > 1:
+        reduced = size // shards if gradient_kind == "reduce-scatter" else size
+        table[Collective(gradient_kind, reduced * item_bytes)] += repeats
+
+
+def _add_experts(
+    table: collections.Counter[Collective], config: ModelConfig, mesh_shape: Mapping[str, int], item_bytes: int, repeats: int
+) -> None:  # fmt: skip
+    """Gate-and-up and down of the rank's own experts: gathered over fsdp twice, gradients scattered, summed over replicas."""
+    fsdp, replica = mesh_shape["fsdp"], mesh_shape["replica"]
+    for columns in (2, 1):
+        size = columns * config.hidden_size * config.moe_intermediate_size * config.num_experts // mesh_shape["expert"]
+        if fsdp > 1:
+            table[Collective("all-gather", size * item_bytes)] += 2 * repeats
+            table[Collective("reduce-scatter", size // fsdp * item_bytes)] += repeats
+        if replica > 1:
+            table[Collective("all-reduce", size // fsdp * item_bytes)] += repeats
+
+
+def _all_to_all(config: ModelConfig, num_ranks: int, tokens: int, item_bytes: int) -> Table:
+    """Rows there (forward, recomputed, and their gradient back), results back in float32 (and their gradient), ids, weights."""
+    if num_ranks == 1:
+        return {}
+    slots = num_ranks * tokens
+    table: collections.Counter[Collective] = collections.Counter()
+    table[Collective("all-to-all", slots * config.hidden_size * item_bytes)] += 3
+    table[Collective("all-to-all", slots * config.hidden_size * 4)] += 2
+    table[Collective("all-to-all", slots * config.num_experts_per_tok * 4)] += 2 + 3
+    return table
+
+
+def _all_gather(config: ModelConfig, num_ranks: int, tokens: int, item_bytes: int) -> Table:
+    """Rows, ids and weights gathered (twice), results scattered in float32, and the transposes of both."""
+    if num_ranks == 1:
+        return {}
+    all_tokens, hidden, top_k = num_ranks * tokens, config.hidden_size, config.num_experts_per_tok
+    table: collections.Counter[Collective] = collections.Counter()
+    table[Collective("all-gather", all_tokens * hidden * item_bytes)] += 2
+    table[Collective("all-gather", all_tokens * hidden * 4)] += 1
+    table[Collective("all-gather", all_tokens * top_k * 4)] += 4
+    table[Collective("reduce-scatter", tokens * hidden * 4)] += 1
+    table[Collective("reduce-scatter", tokens * hidden * item_bytes)] += 1
+    table[Collective("reduce-scatter", tokens * top_k * 4)] += 1
+    return table
+
+
+def read_collectives(hlo: str, min_bytes: int = 0) -> Table:
+    """The collectives of a compiled program's text (`compiled.as_text()`), with results of at least `min_bytes`.
+
+    A loop of known trip count counts that often, another once. Groups of one device send nothing and are left out. The parts of
+    a combined collective count one by one, except for the parts of one all-to-all, which are one buffer.
+    """
+    times = _loop_counts(hlo)
+    table: collections.Counter[Collective] = collections.Counter()
+    for computation, body in _computations(hlo):
+        for shapes, kind in _collectives_of(body):
+            sizes = [sum(shapes)] if kind == "all-to-all" else shapes
+            for size in sizes:
+                if size >= min_bytes:
+                    table[Collective(kind, size)] += times.get(computation, 1)
+    return dict(table)
+
+
+def _computations(hlo: str) -> list[tuple[str, str]]:
+    """(name, text) of each computation: a line that opens a brace at column 0, up to the closing one."""
+    return re.findall(r"^(?:ENTRY )?%?([\w.\-]+)[^\n]*\{\n(.*?)^\}", hlo, re.MULTILINE | re.DOTALL)
+
+
+def _collectives_of(body: str) -> list[tuple[list[int], str]]:
+    found = []
+    for line in body.splitlines():
+        match = re.match(rf"\s*(?:ROOT )?%?[\w.\-]+ = (.+?) ({'|'.join(_KINDS)})(-start)?\(", line)
+        if match and _group_size(line) > 1:
+            shapes = [_ITEM_BYTES[t] * math.prod(int(d) for d in dims.split(",") if d)
+                      for t, dims in re.findall(r"(\w+)\[([\d,]*)\]", match[1])]  # fmt: skip
+            # An asynchronous start returns its operands, then its results.
+            found.append((shapes[len(shapes) // 2 :] if match[3] and match[2] != "all-reduce" else shapes, match[2]))
+    return found
+
+
+def _group_size(line: str) -> int:
+    if match := re.search(r"replica_groups=\[(\d+),(\d+)\]", line):
+        return int(match[2])
+    if match := re.search(r"replica_groups=\{\{([\d,]*)\}", line):
+        return len(match[1].split(","))
+    return 2  # a permute, or groups that are left out because they hold all devices
+
+
+def _loop_counts(hlo: str) -> dict[str, int]:
+    """Computation -> how often the loops around it run."""
+    inside: dict[str, tuple[str, int]] = {}
+    for computation, body in _computations(hlo):
+        for line in body.splitlines():
+            if match := re.search(r" while\(.*body=%?([\w.\-]+)", line):
+                count = re.search(r'known_trip_count[":{\s]+n[":\s]+(\d+)', line)
+                inside[match[1]] = (computation, int(count[1]) if count else 1)
+            for called in re.findall(r"(?:calls|to_apply|true_computation|false_computation)=%?([\w.\-]+)", line):
+                inside.setdefault(called, (computation, 1))
+
+    def times(name: str) -> int:
+        total = 1
+        while name in inside:
+            name, count = inside[name]
+            total *= count
+        return total
+
+    return {name: times(name) for name in inside}
