@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
-from jax.sharding import AxisType, NamedSharding
+from jax.sharding import AxisType, NamedSharding, SingleDeviceSharding
 
 import converters
 from moe_jax.config import ModelConfig, MoEConfig
@@ -119,8 +119,9 @@ def fetch(array: jax.Array, prefix: tuple[int, ...]) -> np.ndarray:
 
 def _take_on_device(shard: jax.Shard, index: tuple[int, ...]) -> np.ndarray:
     """shard.data[index], cut out before it is copied to the host."""
+    # The plain one-device layout: a shard of a one-device mesh still carries that mesh in its type.
+    block = jax.device_put(shard.data, SingleDeviceSharding(shard.device))
     with jax.set_mesh(jax.sharding.Mesh(np.array([shard.device]), ("device",))):
-        block = shard.data
         for i in index:
             block = jax.lax.dynamic_index_in_dim(block, i, keepdims=False)
         return np.asarray(block)

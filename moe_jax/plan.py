@@ -51,14 +51,17 @@ def step_collectives(
 ) -> Table:
     """The collectives of one step over `rows` x `length` tokens, rematerialised ("full"), by formula.
 
-    item_bytes: size of the compute dtype. gradient_kind: how a gathered dense weight's gradient is reduced: GPUs
+    item_bytes: size of the compute dtype. gradient_kind: how the gradient of a layer's dense weight is reduced: GPUs
     "reduce-scatter" it, XLA on CPU shows an "all-reduce" of the whole gradient. Left out: what is no larger than a norm's
     weight or a statistic (E numbers a layer).
     """
     table: collections.Counter[Collective] = collections.Counter()
-    head = 0 if config.tie_word_embeddings else config.hidden_size * config.vocab_size
-    for size in (config.vocab_size * config.hidden_size, head):
-        _add_dense(table, size, mesh_shape, item_bytes, gathers=1, repeats=1, gradient_kind=gradient_kind)
+    vocab_size = config.vocab_size * config.hidden_size
+    _add_manual(table, vocab_size, ("fsdp", "expert"), mesh_shape, item_bytes)
+    # A tied head uses the embedding that was gathered already, but its gradient is reduced apart.
+    _add_manual(
+        table, vocab_size, ("fsdp", "expert"), mesh_shape, item_bytes, gathers=0 if config.tie_word_embeddings else 1
+    )
     tokens = rows * length // math.prod(mesh_shape.values())
     for run in layer_runs(config.layers):
         for layer in run.pattern:
@@ -66,7 +69,10 @@ def step_collectives(
                 _add_dense(table, size, mesh_shape, stored or item_bytes, gathers=2, repeats=run.repeats,
                            gradient_kind=gradient_kind)  # fmt: skip
             if layer.is_moe:
-                _add_experts(table, config, mesh_shape, item_bytes, run.repeats)
+                for columns in (2, 1):  # gate and up, down, of the rank's own experts
+                    size = columns * config.hidden_size * config.moe_intermediate_size * config.num_experts
+                    _add_manual(table, size // mesh_shape["expert"], ("fsdp",), mesh_shape, item_bytes, gathers=2,
+                                repeats=run.repeats)  # fmt: skip
                 exchange = _all_to_all if all_to_all else _all_gather
                 for collective, count in exchange(config, mesh_shape["expert"], tokens, item_bytes).items():
                     table[collective] += count * run.repeats
@@ -87,8 +93,6 @@ def _add_dense(
     repeats: int, gradient_kind: str,
 ) -> None:  # fmt: skip
     """A weight gathered `gathers` times and its gradient reduced, `repeats` times."""
-    if not size:
-        return
     shards = mesh_shape["fsdp"] * mesh_shape["expert"]
     if shards > 1:
         table[Collective("all-gather", size * item_bytes)] += gathers * repeats
@@ -97,18 +101,17 @@ def _add_dense(
         table[Collective(gradient_kind, reduced * item_bytes)] += repeats
 
 
-def _add_experts(
-    table: collections.Counter[Collective], config: ModelConfig, mesh_shape: Mapping[str, int], item_bytes: int, repeats: int
+def _add_manual(
+    table: collections.Counter[Collective], size: int, axes: tuple[str, ...], mesh_shape: Mapping[str, int],
+    item_bytes: int, *, gathers: int = 1, repeats: int = 1,
 ) -> None:  # fmt: skip
-    """Gate-and-up and down of the rank's own experts: gathered over fsdp twice, gradients scattered, summed over replicas."""
-    fsdp, replica = mesh_shape["fsdp"], mesh_shape["replica"]
-    for columns in (2, 1):
-        size = columns * config.hidden_size * config.moe_intermediate_size * config.num_experts // mesh_shape["expert"]
-        if fsdp > 1:
-            table[Collective("all-gather", size * item_bytes)] += 2 * repeats
-            table[Collective("reduce-scatter", size // fsdp * item_bytes)] += repeats
-        if replica > 1:
-            table[Collective("all-reduce", size // fsdp * item_bytes)] += repeats
+    """A weight of `size` elements gathered over `axes` in `shard_map`: its gradient is scattered, then summed over replicas."""
+    shards, replica = math.prod(mesh_shape[axis] for axis in axes), mesh_shape["replica"]
+    if shards > 1:
+        table[Collective("all-gather", size * item_bytes)] += gathers * repeats
+        table[Collective("reduce-scatter", size // shards * item_bytes)] += repeats
+    if replica > 1:
+        table[Collective("all-reduce", size // shards * item_bytes)] += repeats
 
 
 def _all_to_all(config: ModelConfig, num_ranks: int, tokens: int, item_bytes: int) -> Table:
@@ -161,20 +164,29 @@ def _computations(hlo: str) -> list[tuple[str, str]]:
 
 
 def _collectives_of(body: str) -> list[tuple[list[int], str]]:
-    found = []
+    """(bytes of each result, kind) of a computation's collectives; of an asynchronous pair the done has the result."""
+    found, started = [], {}
     for line in body.splitlines():
-        match = re.match(rf"\s*(?:ROOT )?%?[\w.\-]+ = (.+?) ({'|'.join(_KINDS)})(-start)?\(", line)
-        if match and _group_size(line) > 1:
-            shapes = [_ITEM_BYTES[t] * math.prod(int(d) for d in dims.split(",") if d)
-                      for t, dims in re.findall(r"(\w+)\[([\d,]*)\]", match[1])]  # fmt: skip
-            # An asynchronous start returns its operands, then its results.
-            found.append((shapes[len(shapes) // 2 :] if match[3] and match[2] != "all-reduce" else shapes, match[2]))
+        match = re.match(rf"\s*(?:ROOT )?%?([\w.\-]+) = (.+?) ({'|'.join(_KINDS)})(-start|-done)?\(%?([\w.\-]+)", line)
+        if not match:
+            continue
+        name, result, kind, half, operand = match.groups()
+        size = _group_size(line) if half != "-done" else started[operand]
+        started[name] = size
+        if half != "-start" and size > 1:
+            shapes = re.findall(r"(\w+)\[([\d,]*)\]", result)
+            found.append(
+                ([_ITEM_BYTES[t] * math.prod(int(d) for d in dims.split(",") if d) for t, dims in shapes], kind)
+            )
     return found
 
 
 def _group_size(line: str) -> int:
     if match := re.search(r"replica_groups=\[(\d+),(\d+)\]", line):
         return int(match[2])
+    if match := re.search(r"replica_groups=mesh\[(.*?)\] \{(.*?)\}", line):
+        sizes = dict(re.findall(r"'(\w+)'=(\d+)", match[1]))
+        return math.prod(int(sizes[axis]) for axis in re.findall(r"'(\w+)'", match[2]))
     if match := re.search(r"replica_groups=\{\{([\d,]*)\}", line):
         return len(match[1].split(","))
     return 2  # a permute, or groups that are left out because they hold all devices

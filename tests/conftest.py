@@ -9,7 +9,7 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 import jaxtyping
 
-_shape_checks = jaxtyping.install_import_hook("moe_jax", "beartype.beartype")
+_shape_checks = jaxtyping.install_import_hook(["moe_jax.kernels", "moe_jax.layers", "moe_jax.moe"], "beartype.beartype")
 
 import jax
 

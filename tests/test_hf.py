@@ -28,7 +28,7 @@ def same_bytes(a: Path, b: Path) -> None:
             assert left[name] == right[name], name
 
 
-@pytest.mark.parametrize("mesh", ["EP4xFSDP2", "replica2xEP2xFSDP2"])
+@pytest.mark.parametrize("mesh", ["1 device", "EP4xFSDP2", "replica2xEP2xFSDP2"])
 @pytest.mark.parametrize("family", CONFIGS)
 def test_load_and_export_on_a_mesh_changes_no_byte(family: str, mesh: str, tmp_path: Path) -> None:
     files = {
@@ -78,8 +78,9 @@ def test_parameters_are_born_in_their_shards() -> None:
     assert all(p[...].dtype == np.float32 for p in params.values())
 
 
-def test_fetch_reads_any_block_of_any_layout() -> None:
-    start("replica2xEP2xFSDP2")
+@pytest.mark.parametrize("mesh", ["1 device", "replica2xEP2xFSDP2"])
+def test_fetch_reads_any_block_of_any_layout(mesh: str) -> None:
+    start(mesh)
     params = named_parameters(moe_jax.transform(Q3))
     for name in ("runs.0.0.mlp.gate_up", "runs.0.0.attn.q", "embed.weight", "final_norm.weight"):
         array = params[name][...]

@@ -41,11 +41,17 @@ def compiled_step(config: ModelConfig, **moe):
     return jax.jit(step, donate_argnums=0).lower(model, batch).compile()
 
 
-@pytest.mark.parametrize("all_to_all", [True, False], ids=["all_to_all", "all_gather"])
-@pytest.mark.parametrize("mesh", ["1 device", "EP4", "FSDP4", "EP4xFSDP2", "replica2xEP2xFSDP2"])
-def test_the_step_sends_what_the_formula_says_and_nothing_else(mesh: str, all_to_all: bool) -> None:
+@pytest.mark.parametrize(
+    ("mesh", "all_to_all", "tied"),
+    [
+        *[(mesh, True, False) for mesh in ("1 device", "EP4", "FSDP4", "EP4xFSDP2", "replica2xEP2xFSDP2")],
+        *[(mesh, False, False) for mesh in ("EP4xFSDP2", "replica2xEP2xFSDP2")],
+        ("EP4xFSDP2", True, True),
+    ],
+)
+def test_the_step_sends_what_the_formula_says_and_nothing_else(mesh: str, all_to_all: bool, tied: bool) -> None:
     start(mesh)
-    config = model_config()
+    config = model_config(tied)
     hlo = compiled_step(config, moe_all_to_all_dispatcher=all_to_all).as_text()
     expected = step_collectives(
         config, moe_jax.state.mesh.shape, rows=ROWS, length=LENGTH, item_bytes=4, all_to_all=all_to_all,
@@ -90,8 +96,18 @@ ENTRY %main (a: f32[4]) -> f32[4] {
   %w = f32[4] while(%a), condition=%c, body=%body, backend_config={"known_trip_count":{"n":"3"}}
   %t = (f32[2]{0}, bf16[4]{0}) all-reduce(%a, %b), replica_groups={{0,1}}, to_apply=%add
   %s = (f32[2]{0}, f32[4]{0}) all-gather-start(%a), replica_groups={{0,1}}, dimensions={0}
+  %sd = f32[4]{0} all-gather-done(%s)
+  %r = ((f32[9]{0}), f32[9]{0}) all-reduce-start(%a), replica_groups=mesh['replica'=1,'fsdp'=2] {'fsdp'}, to_apply=%add
+  %rd = f32[9]{0} all-reduce-done(%r)
+  %q = f32[9]{0} all-reduce(%a), replica_groups=mesh['replica'=1,'fsdp'=2] {'replica'}, to_apply=%add
   %x = (f32[2]{0}, f32[2]{0}) all-to-all(%a, %b), replica_groups={{0,1}}
 }
 """
     table = {(c.kind, c.num_bytes): n for c, n in read_collectives(hlo).items()}
-    assert table == {("all-gather", 32): 3, ("all-reduce", 8): 2, ("all-gather", 16): 1, ("all-to-all", 16): 1}
+    assert table == {
+        ("all-gather", 32): 3,
+        ("all-reduce", 8): 2,
+        ("all-gather", 16): 1,
+        ("all-reduce", 36): 1,
+        ("all-to-all", 16): 1,
+    }

@@ -11,7 +11,7 @@ from flax import nnx
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
-from moe_jax.collectives import vary_like
+from moe_jax.collectives import gather_whole, vary_like
 from moe_jax.config import ModelConfig, MoEConfig
 from moe_jax.layers.init import fold_keys, normal
 from moe_jax.layers.mlp import ACTIVATION_FUNCTIONS
@@ -70,8 +70,8 @@ class MoE(nnx.Module):
             statistics = router_statistics(logits_TE, routing.expert_ids_TK, mask_T, BATCH)
         with jax.named_scope("gather_experts"):
             # Typed as varying before the gather, so that the gradient is scattered before it is summed over the replicas.
-            gate_up_EHGI = _gather_fsdp(vary_like(gate_up_EHGI, x_TH), gate_up_spec)
-            down_EIH = _gather_fsdp(vary_like(down_EIH, x_TH), down_spec)
+            gate_up_EHGI = gather_whole(vary_like(gate_up_EHGI, x_TH), gate_up_spec, ("fsdp",))
+            down_EIH = gather_whole(vary_like(down_EIH, x_TH), down_spec, ("fsdp",))
         dispatcher = get_dispatcher(self._dispatcher_name())
         with jax.named_scope("dispatch"):
             received, plan = dispatcher.dispatch(x_TH, routing, self.config.num_experts)
@@ -102,13 +102,3 @@ class MoE(nnx.Module):
         if lax.axis_size("expert") == 1:
             return "local"
         return "all_to_all" if self.moe.moe_all_to_all_dispatcher else "all_gather"
-
-
-def _gather_fsdp(weight: jax.Array, spec: P) -> jax.Array:
-    """The rank's experts, whole: gathered over the `fsdp` axis; the gradient is reduce-scattered over it."""
-    if lax.axis_size("fsdp") == 1:
-        return weight
-    for dim, axes in enumerate(spec):
-        if axes == "fsdp":
-            return lax.all_gather(weight, "fsdp", axis=dim, tiled=True)
-    return weight
