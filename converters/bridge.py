@@ -221,6 +221,3 @@ def export(
         return extract(blocks[name], fetch_halves if halved else fetch, dtypes[name])
 
     write_checkpoint(folder, tensors, get, source.files)
-
-
-__all__ = ["LoadedCheckpoint", "export", "new_source", "open_folder", "open_state_dict"]

@@ -6,6 +6,7 @@ slices. Writing goes shard by shard into a temporary folder, which is renamed at
 
 import dataclasses
 import json
+import logging
 import math
 import re
 import shutil
@@ -21,11 +22,15 @@ from safetensors.numpy import save_file
 from moe_jax.errors import ConfigError
 from moe_jax.source import TensorInfo
 
+logger = logging.getLogger("moe_jax")
+
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
 DEFAULT_SHARD_BYTES = 5 * 10**9
 PICKLE_SUFFIXES = (".bin", ".pt", ".pth")
 WEIGHT_SUFFIXES = (*PICKLE_SUFFIXES, ".safetensors", ".ckpt", ".gguf", ".h5", ".msgpack", ".onnx")
+TEMPLATES = "additional_chat_templates"
+LARGE_FILE_BYTES = 100 * 10**6  # far above any tokenizer's files
 MAX_NAMES = 20  # of one kind listed in a message
 DTYPES: dict[str, np.dtype] = {
     "F64": np.dtype(np.float64),
@@ -281,11 +286,29 @@ def carried_files(folder: str | Path) -> dict[str, bytes]:
     """The files that travel unchanged with the weights: relative path -> content.
 
     That is every other visible file at the top of the folder (config, tokenizer, templates, README, ...) and
-    `additional_chat_templates/`.
+    `additional_chat_templates/`. Logs what stays behind, and warns of files above `LARGE_FILE_BYTES`.
     """
     folder = Path(folder)
-    paths = [*folder.iterdir(), *folder.glob("additional_chat_templates/*")]
-    return {p.relative_to(folder).as_posix(): p.read_bytes() for p in sorted(paths) if _is_carried(p)}
+    paths = [path for path in folder.iterdir() if _is_carried(path)]
+    paths += [path for path in folder.glob(f"{TEMPLATES}/*") if _is_carried(path)]
+    if left := _left_behind(folder):
+        logger.info("%s: not carried into an export: %s", folder, list_names(left))
+    for path in paths:
+        if path.stat().st_size > LARGE_FILE_BYTES:
+            logger.warning("%s: %s has %d MB and is held in memory until the export", folder, path.name,
+                           path.stat().st_size // 10**6)  # fmt: skip
+    return {p.relative_to(folder).as_posix(): p.read_bytes() for p in sorted(paths)}
+
+
+def _left_behind(folder: Path) -> list[str]:
+    """The visible sub-folders that do not travel, and the .safetensors files that the folder's index does not name."""
+    index = folder / INDEX_NAME
+    used = set(_read_index(index).values()) if index.is_file() else {SINGLE_NAME}
+    known = {TEMPLATES, *(PurePosixPath(file).parts[0] for file in used)}
+    folders = [p.name + "/" for p in folder.iterdir() if p.is_dir() and p.name not in known and p.name[0] != "."]
+    single = index.is_file() or (folder / SINGLE_NAME).is_file()  # otherwise all of them are read
+    extra = [p.name for p in folder.glob("*.safetensors") if single and p.name not in used and p.name[0] != "."]
+    return sorted(folders) + sorted(extra)
 
 
 def assign_shards(tensors: Sequence[TensorInfo], max_bytes: int) -> list[TensorInfo]:
@@ -334,6 +357,20 @@ def _write_shard(path: Path, tensors: Sequence[TensorInfo], get: Callable[[str],
     save_file(arrays, path, metadata={"format": "pt"})
 
 
+def _move_up(temporary: Path) -> None:
+    """Moves the content of a folder into its parent: the index and the config, without which nothing loads, last."""
+    last = (INDEX_NAME, "config.json")
+    moved: list[Path] = []
+    try:
+        for path in sorted(temporary.iterdir(), key=lambda path: (path.name in last, path.name == last[-1])):
+            moved.append(path.rename(temporary.parent / path.name))
+        temporary.rmdir()
+    except BaseException:
+        for path in moved:
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
+        raise
+
+
 def write_checkpoint(
     folder: str | Path,
     tensors: Sequence[TensorInfo],
@@ -342,17 +379,18 @@ def write_checkpoint(
 ) -> None:
     """Writes `tensors` into the files they name, one shard in memory at a time, an index where needed, and `files`.
 
-    Everything is written to a temporary folder beside `folder` and renamed at the end, so that a failure leaves
-    nothing that looks finished. A target that is not empty is refused.
+    Everything is written to a temporary folder beside `folder`, which is renamed at the end, so that a failure leaves
+    nothing that looks finished. An empty folder that is there already may be a mount point, which nothing can replace:
+    the temporary one is then made in it, and its content moved up at the end. A target that is not empty is refused.
     """
-    folder = Path(folder).absolute()
+    folder = Path(folder).resolve()
     check_target(folder)
+    exists = folder.exists()
     shards: dict[str, list[TensorInfo]] = {}
     for tensor in tensors:
         shards.setdefault(tensor.file, []).append(tensor)
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    temporary = folder.parent / f".{folder.name}.{uuid.uuid4().hex[:8]}.tmp"
-    temporary.mkdir()
+    temporary = (folder if exists else folder.parent) / f".{folder.name}.{uuid.uuid4().hex[:8]}.tmp"
+    temporary.mkdir(parents=True)
     try:
         for file, shard in shards.items():
             _write_shard(temporary / file, shard, get)
@@ -361,7 +399,7 @@ def write_checkpoint(
         for name, content in files.items():
             (temporary / name).parent.mkdir(parents=True, exist_ok=True)
             (temporary / name).write_bytes(content)
-        temporary.replace(folder)  # replaces an empty folder, fails on any other
+        _move_up(temporary) if exists else temporary.rename(folder)
     except BaseException:
         shutil.rmtree(temporary, ignore_errors=True)
         raise

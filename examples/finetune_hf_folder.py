@@ -14,7 +14,7 @@ from moe_jax import MoEConfig, ParallelConfig
 from moe_jax.cli import simulate_devices
 from moe_jax.errors import ConfigError
 from moe_jax.run_config import DataConfig, ModelSettings, OptimizerConfig, RunConfig, TrainSettings
-from moe_jax.train import train
+from moe_jax.train import PREEMPTED_EXIT_CODE, TrainResult, train
 
 
 def run_config(args: argparse.Namespace) -> RunConfig:
@@ -37,8 +37,8 @@ def run_config(args: argparse.Namespace) -> RunConfig:
     )
 
 
-def main() -> None:
-    """Trains as the command line says."""
+def main() -> int:
+    """Trains as the command line says; returns the exit code: 0, 2 for what cannot work, 143 when stopped by SIGTERM."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", help="Hugging Face checkpoint")
     parser.add_argument("--text", nargs="*", default=[], help="UTF-8 text files; default: text that comes with Python")
@@ -59,11 +59,19 @@ def main() -> None:
     try:
         result = train(run_config(args))
     except ConfigError as error:
-        sys.exit(f"finetune_hf_folder: {error}")
-    print(
-        f"step {result.steps}: loss {result.loss:.4f}, held-out loss {result.eval_loss:.4f}; wrote {result.output}/hf"
-    )
+        print(f"finetune_hf_folder: {error}", file=sys.stderr)
+        return 2
+    print(summary(result))
+    return PREEMPTED_EXIT_CODE if result.preempted else 0
+
+
+def summary(result: TrainResult) -> str:
+    """One line about the run; a run that was stopped may have no evaluation, and has no export."""
+    held_out = "" if result.eval_loss is None else f", held-out loss {result.eval_loss:.4f}"
+    if result.preempted:
+        return f"stopped at step {result.steps}: loss {result.loss:.4f}{held_out}; wrote {result.output}/checkpoints"
+    return f"step {result.steps}: loss {result.loss:.4f}{held_out}; wrote {result.output}/hf"
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

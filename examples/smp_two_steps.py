@@ -13,6 +13,7 @@ import optax
 from jax.sharding import NamedSharding
 
 import moe_jax
+from converters.io import check_target
 from moe_jax.cli import simulate_devices
 from moe_jax.data import load_rows, training_batches
 from moe_jax.run_config import DataConfig
@@ -63,6 +64,7 @@ def main() -> None:
     parser.add_argument("--batch-size", type=int, default=16, help="rows per step, a multiple of the devices")
     parser.add_argument("--seq-len", type=int, default=128)
     args = parser.parse_args()
+    check_target(args.out)  # before any work: an export is never written over anything
     if args.devices:
         simulate_devices(args.devices)
 

@@ -20,6 +20,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 from jax.experimental import multihost_utils
 from jax.sharding import NamedSharding, PartitionSpec
+from safetensors import SafetensorError
 
 from moe_jax.config import LayerConfig, ModelConfig, MoEConfig, RopeConfig
 from moe_jax.errors import ConfigError, refuse_unknown
@@ -29,6 +30,7 @@ from moe_jax.optim import leaf_names
 from moe_jax.source import HFSource
 
 PARAMS, OPT_STATE, RUN = "params", "opt_state", "run"
+UNFINISHED = ".unfinished"
 MODEL_FILE, SOURCE_FOLDER = "model_config.json", "hf"
 # Settings that may differ between a run and its continuation without a word.
 NOT_COMPARED = ("output", "train.resume")
@@ -82,7 +84,7 @@ class replacing:
     """Gives a path to write to, and puts it in the place of `target` when the block ends without an error."""
 
     def __init__(self, target: Path) -> None:
-        self.target, self.unfinished = target, target.with_name(target.name + ".unfinished")
+        self.target, self.unfinished = target, target.with_name(target.name + UNFINISHED)
 
     def __enter__(self) -> Path:
         _remove(self.unfinished)
@@ -110,12 +112,35 @@ def read_model_info(folder: Path) -> tuple[ModelConfig, MoEConfig, str, HFSource
         model, moe, dtype = record["model"], record["moe"], record["dtype"]
     except (OSError, json.JSONDecodeError, KeyError, TypeError) as error:
         raise ConfigError(f"{str(path)!r} cannot be read as a model description: {error!r}") from None
-    for cls, given in ((ModelConfig, model), (MoEConfig, moe)):
-        refuse_unknown(str(path), given, (field.name for field in dataclasses.fields(cls)))
-    layers = tuple(LayerConfig(**layer) for layer in model["layers"])
-    config = ModelConfig(**{**model, "layers": layers, "rope": RopeConfig(**model["rope"])})
-    source = HFSource.load(folder / SOURCE_FOLDER) if (folder / SOURCE_FOLDER).is_dir() else None
-    return config, MoEConfig(**moe), dtype, source
+    if not isinstance(model, dict) or not isinstance(model.get("layers"), list) or not isinstance(dtype, str):
+        raise ConfigError(
+            f"{str(path)!r} is no model description: it needs objects model (with layers) and moe, and dtype"
+        )
+    layers = tuple(_built(LayerConfig, layer, f"{path}: layers") for layer in model["layers"])
+    rope = _built(RopeConfig, model.get("rope"), f"{path}: rope")
+    config = _built(ModelConfig, {**model, "layers": layers, "rope": rope}, f"{path}: model")
+    return config, _built(MoEConfig, moe, f"{path}: moe"), dtype, _read_source(folder / SOURCE_FOLDER)
+
+
+def _built(cls: Any, given: Any, where: str) -> Any:
+    """`cls(**given)`; `ConfigError` naming `where` for anything that does not fit."""
+    if not isinstance(given, dict):
+        raise ConfigError(f"{where} is {given!r}, but must be an object")
+    refuse_unknown(where, given, (field.name for field in dataclasses.fields(cls)))
+    try:
+        return cls(**given)
+    except (TypeError, ConfigError) as error:
+        raise ConfigError(f"{where} cannot be read: {error}") from None
+
+
+def _read_source(folder: Path) -> HFSource | None:
+    """The source that a checkpoint carries, if any."""
+    if not folder.is_dir():
+        return None
+    try:
+        return HFSource.load(folder)
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, SafetensorError) as error:
+        raise ConfigError(f"{str(folder / 'source.json')!r} or a file beside it cannot be read: {error!r}") from None
 
 
 def check_same_model(stored: ModelConfig, wanted: ModelConfig, where: Path) -> None:
@@ -180,12 +205,15 @@ def _listing(verb: str, names: Any) -> str:
 def save_model(folder: str | Path, model: Any) -> None:
     """Writes the model as a folder for `load_model`; refuses a folder that is not empty.
 
-    The folder appears when everything is in it. Every process calls this.
+    The folder appears when everything is in it; one that is there already (it may be a link or a mount point) is filled
+    at the end, the description without which nothing loads last. Every process calls this.
     """
-    target = _absolute(folder)
-    if target.exists() and (not target.is_dir() or any(target.iterdir())):
+    target = Path(os.path.realpath(folder))
+    exists = target.exists()
+    if exists and (not target.is_dir() or any(path.name != UNFINISHED for path in target.iterdir())):
         raise ConfigError(f"{str(folder)!r} exists and is not an empty folder; a model is written to a new one")
-    unfinished = target.with_name(target.name + ".unfinished")
+    unfinished = target / UNFINISHED if exists else target.with_name(target.name + UNFINISHED)
+    _barrier("save_model: checked")
     if jax.process_index() == 0:
         _remove(unfinished)
         write_model_info(unfinished, model)
@@ -194,10 +222,15 @@ def save_model(folder: str | Path, model: Any) -> None:
         checkpointer.save(unfinished / PARAMS, named_arrays(model))
     _barrier("save_model: written")
     if jax.process_index() == 0:
-        if target.exists():
-            target.rmdir()
-        unfinished.rename(target)
+        _move_up(unfinished) if exists else unfinished.rename(target)
     _barrier("save_model: done")
+
+
+def _move_up(unfinished: Path) -> None:
+    """Moves what is in the folder into its parent, `MODEL_FILE` last."""
+    for path in sorted(unfinished.iterdir(), key=lambda path: path.name == MODEL_FILE):
+        path.rename(unfinished.parent / path.name)
+    unfinished.rmdir()
 
 
 def load_model(folder: str | Path, *, config: MoEConfig | None = None, dtype: Any = None) -> CausalLM:

@@ -8,15 +8,30 @@ import logging
 import os
 import sys
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from moe_jax.errors import ConfigError
 from moe_jax.run_config import RunConfig
 
-USAGE = """usage: moe-jax train RUN.yaml [--devices N] [--section.field value ...]
+TRAIN_USAGE = "moe-jax train RUN.yaml [--devices N | --distributed] [--section.field value ...]"
+USAGE = f"""usage: {TRAIN_USAGE}
 
   train   run the training that RUN.yaml describes; `moe-jax train --help` lists every field
 """
+
+
+# How a scheduler says of how many processes this one is: Slurm's steps, Open MPI.
+PROCESS_COUNT_VARIABLES = ("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS", "OMPI_COMM_WORLD_SIZE")
+
+logger = logging.getLogger("moe_jax")
+
+
+class ParsedRun(NamedTuple):
+    """A parsed command line: the run, how many devices to simulate (0 for none), whether to join other processes."""
+
+    config: RunConfig
+    devices: int
+    distributed: bool
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -34,13 +49,20 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ConfigError as error:
         print(f"moe-jax: {error}", file=sys.stderr)
         return 2
+    except OSError as error:  # a full disk, a folder without permission
+        print(f"moe-jax: {' '.join(str(error).split())}", file=sys.stderr)
+        return 2
 
 
 def _train(arguments: list[str]) -> int:
-    config, devices = parse_run(arguments)
+    config, devices, distributed = parse_run(arguments)
     if devices:
         simulate_devices(devices)
     _set_up_logging()
+    if distributed:
+        join_processes()
+    else:
+        warn_if_alone()
     from moe_jax.train import PREEMPTED_EXIT_CODE, TrainingDiverged, train
 
     try:
@@ -51,8 +73,8 @@ def _train(arguments: list[str]) -> int:
     return PREEMPTED_EXIT_CODE if result.preempted else 0
 
 
-def parse_run(arguments: Sequence[str]) -> tuple[RunConfig, int]:
-    """Returns the run that `RUN.yaml [--section.field value ...]` describes, and how many devices to simulate, or 0."""
+def parse_run(arguments: Sequence[str]) -> ParsedRun:
+    """Returns what `RUN.yaml [--devices N | --distributed] [--section.field value ...]` says."""
     from argparse import ArgumentError
 
     parser = _parser()
@@ -66,7 +88,9 @@ def parse_run(arguments: Sequence[str]) -> tuple[RunConfig, int]:
     except ArgumentError as error:
         raise ConfigError(" ".join(str(error).split())) from None
     fields: dict[str, Any] = {name: namespace[name] for name in RunConfig.__dataclass_fields__}
-    return RunConfig(**fields), namespace["devices"]
+    if namespace["devices"] and namespace["distributed"]:
+        raise ConfigError(f"--devices is {namespace['devices']}, but must be absent beside --distributed")
+    return ParsedRun(RunConfig(**fields), namespace["devices"], namespace["distributed"])
 
 
 def _parser() -> Any:
@@ -75,11 +99,13 @@ def _parser() -> Any:
     parser = jsonargparse.ArgumentParser(
         prog="moe-jax train",
         exit_on_error=False,
-        usage="moe-jax train RUN.yaml [--devices N] [--section.field value ...]",
+        usage=TRAIN_USAGE,
     )
     parser.add_argument("--config", action="config", help="the same as RUN.yaml")
     parser.add_argument("--devices", type=jsonargparse.typing.NonNegativeInt, default=0,
                         help="run on that many simulated CPU devices")  # fmt: skip
+    parser.add_argument("--distributed", action="store_true",
+                        help="join the processes that the scheduler started (Slurm, Open MPI, a TPU pod)")  # fmt: skip
     parser.add_class_arguments(RunConfig)
     return parser
 
@@ -91,6 +117,41 @@ def simulate_devices(number: int) -> None:
     others = [flag for flag in os.environ.get("XLA_FLAGS", "").split() if "host_platform_device_count" not in flag]
     os.environ["XLA_FLAGS"] = " ".join([*others, f"--xla_force_host_platform_device_count={number}"])
     jax.config.update("jax_platforms", "cpu")
+
+
+def _processes_by_environment() -> tuple[str, int]:
+    """The first scheduler variable that counts more than one process, and its count; ("", 1) without one."""
+    for name in PROCESS_COUNT_VARIABLES:
+        value = os.environ.get(name, "")
+        if value.isdigit() and int(value) > 1:
+            return name, int(value)
+    return "", 1
+
+
+def warn_if_alone() -> None:
+    """Logs a warning where a scheduler's variables speak of several processes, and this one runs by itself."""
+    name, count = _processes_by_environment()
+    if name:
+        logger.warning("%s is %d, but this process trains alone: pass --distributed to join the others", name, count)
+
+
+def join_processes() -> None:
+    """Makes this process one of those that the scheduler started; before JAX has looked for devices."""
+    import jax
+
+    name, expected = _processes_by_environment()
+    try:
+        jax.distributed.initialize()
+    except (ValueError, RuntimeError) as error:
+        raise ConfigError(
+            f"--distributed: JAX could not join the other processes: {' '.join(str(error).split())}"
+        ) from None
+    found = jax.process_count()
+    logger.info("processes: expected %s, found %d with %d device(s) in all, %d here",
+                f"{expected} ({name})" if name else "what JAX detects", found, jax.device_count(),
+                jax.local_device_count())  # fmt: skip
+    if name and found != expected:
+        logger.warning("%s is %d, but %d process(es) joined", name, expected, found)
 
 
 def _set_up_logging() -> None:

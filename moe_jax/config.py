@@ -14,6 +14,7 @@ from moe_jax.errors import ConfigError, refuse_unknown, require
 
 BALANCING_MODES = ("sinkhorn", "aux_loss", "none")
 ROPE_TYPES = ("default", "linear", "dynamic", "yarn", "llama3")
+REMAT_POLICIES = ("full", "dispatched", "none")
 ACTIVATIONS = ("silu", "gelu", "gelu_pytorch_tanh", "relu")
 QK_NORMS = ("none", "per_head", "full_width")
 # SMP's default; XLA decides itself how early an offloaded activation is fetched, so no other value could take effect.
@@ -88,7 +89,7 @@ class ParallelConfig:
 class MoEConfig:
     """The switches of the MoE layers, with SMP v2's names.
 
-    smp_moe: False runs the Hugging Face block without token exchange; `expert_parallel_degree` must then be 1.
+    smp_moe: False runs the Hugging Face block: no token exchange (`expert_parallel_degree` must be 1), no sinkhorn.
     random_seed: seed of the router's and the experts' initial parameters.
     moe_load_balancing: "sinkhorn" (training routes by a balanced plan, no gradient through the iteration), "aux_loss"
         (the Hugging Face routing, with `moe_aux_loss_coeff` times the load-balancing loss), "none". Evaluation always
@@ -116,6 +117,8 @@ class MoEConfig:
         require(mode in BALANCING_MODES, "moe_load_balancing", mode, f"one of {', '.join(map(repr, BALANCING_MODES))}")
         for name in ("smp_moe", "global_token_shuffle", "moe_all_to_all_dispatcher"):
             require(isinstance(getattr(self, name), bool), name, getattr(self, name), "True or False")
+        require(self.smp_moe or mode != "sinkhorn", "moe_load_balancing", mode,
+                "'aux_loss' or 'none' with smp_moe=False: the Hugging Face block routes by its own rule")  # fmt: skip
         require(not self.global_token_shuffle, "global_token_shuffle", True, "False (the shuffle is not built)")
         require(_is_int(self.random_seed) and self.random_seed >= 0, "random_seed", self.random_seed, "an integer >= 0")
         for name in ("moe_aux_loss_coeff", "moe_z_loss_coeff"):

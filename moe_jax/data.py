@@ -9,7 +9,7 @@ import json
 import sysconfig
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -23,7 +23,6 @@ MIN_EVAL_ROWS = 1
 BYTES_EOS = 256
 
 
-@runtime_checkable
 class Batches(Protocol):
     """`batches[step]` is the batch of that step."""
 
@@ -52,6 +51,9 @@ def load_tokenizer(name: str, eos_id: int | None = None) -> Tokenizer:
         fast = FastTokenizer.from_file(str(file))
     except Exception as error:  # the Rust binding raises a bare Exception
         raise ConfigError(f"data.tokenizer: {str(file)!r} cannot be read: {error}") from None
+    # A stored truncation would cut documents off silently, and a stored padding fill them up.
+    fast.no_truncation()
+    fast.no_padding()
 
     def encode(documents: Sequence[str]) -> Iterable[Ids]:
         return (encoding.ids for encoding in fast.encode_batch(list(documents), add_special_tokens=False))
@@ -78,7 +80,16 @@ def _eos_of(folder: Path, token_to_id: Callable[[str], int | None]) -> int:
 
 
 def _read_json(path: Path) -> dict[str, Any]:
-    return json.loads(path.read_text()) if path.is_file() else {}
+    """The JSON object in a file beside the tokenizer; empty without the file."""
+    if not path.is_file():
+        return {}
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"data.tokenizer: {str(path)!r} cannot be read as JSON: {error}") from None
+    if not isinstance(content, dict):
+        raise ConfigError(f"data.tokenizer: {str(path)!r} holds a {type(content).__name__}, but must hold an object")
+    return content
 
 
 def read_documents(config: DataConfig) -> list[str]:

@@ -1,10 +1,11 @@
 """Hugging Face -> `CausalLM` and back: the one module of `moe_jax` that uses `converters`."""
 
+import contextlib
 import copy
 import json
 import logging
-import tempfile
 from collections.abc import Callable, Mapping
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ import numpy as np
 from jax.sharding import AxisType, NamedSharding, SingleDeviceSharding
 
 import converters
+from converters.io import carried_files
 from moe_jax.config import ModelConfig, MoEConfig
 from moe_jax.errors import ConfigError
 from moe_jax.mesh import state
@@ -51,7 +53,7 @@ def transform(
     elif hasattr(model, "state_dict") and hasattr(model, "config"):
         loaded = _open_torch_model(model)
     else:
-        return _from_config(model, moe, dtype, remat)
+        return from_config(*_config_and_files(model), moe, dtype, remat=remat)
     abstract = abstract_model(
         loaded.model_config, moe, _compute_dtype(dtype, loaded.source), loaded.source, remat=remat
     )
@@ -92,12 +94,23 @@ def abstract_model(
 
 def fill(abstract: CausalLM, read: Callable[[str, Any], np.ndarray]) -> CausalLM:
     """The model whose parameters are `read(name, slices)`, asked for only the slices of this process's shards."""
-    leaves = jax.tree.leaves(abstract)
-    arrays = [
-        jax.make_array_from_callback(leaf.shape, leaf.sharding, lambda index, name=name: read(name, index))
-        for name, leaf in zip(named_parameters(abstract), leaves, strict=True)
-    ]
+    named = zip(named_parameters(abstract), jax.tree.leaves(abstract), strict=True)
+    arrays = [_read_shards(leaf, partial(read, name)) for name, leaf in named]
     return jax.tree.unflatten(jax.tree.structure(abstract), arrays)
+
+
+def _read_shards(leaf: jax.ShapeDtypeStruct, read: Callable[[Any], np.ndarray]) -> jax.Array:
+    """The array, read and copied to its devices shard by shard: the host holds one shard at a time."""
+    devices_of: dict[Any, list[Any]] = {}
+    for device, index in leaf.sharding.addressable_devices_indices_map(leaf.shape).items():
+        devices_of.setdefault(tuple((s.start, s.stop) for s in index or ()), []).append((device, index))
+    shards = []
+    for copies in devices_of.values():
+        values = read(copies[0][1])
+        if not values.flags.owndata:  # JAX on CPU may keep the buffer, which must not be a torch tensor's or a file's
+            values = values.copy()
+        shards += jax.block_until_ready([jax.device_put(values, device) for device, _ in copies])
+    return jax.make_array_from_single_device_arrays(leaf.shape, leaf.sharding, shards)
 
 
 def fetch(array: jax.Array, prefix: tuple[int, ...]) -> np.ndarray:
@@ -135,17 +148,23 @@ def _constructor(model_config: ModelConfig, moe: MoEConfig, dtype: Any, source: 
     )  # fmt: skip
 
 
-def _from_config(hf_config: Any, moe: MoEConfig, dtype: Any, remat: str) -> CausalLM:
-    """A model with random weights from a Hugging Face config or its dict."""
-    raw, files = _config_and_files(hf_config)
-    stored = (
-        _dtype_name(dtype)
-        if dtype is not None
-        else _dtype_name(raw.get("dtype") or raw.get("torch_dtype") or "float32")
-    )
-    model_config, source = converters.new_source(raw, files, stored)
+def from_config(
+    hf_config: Mapping[str, Any], files: Mapping[str, bytes], moe: MoEConfig, dtype: Any = None, remat: str = "full"
+) -> CausalLM:
+    """A model with random weights; its export has the dtype of the config (float32 without one) and carries `files`.
+
+    hf_config: a parsed config.json. dtype: the compute dtype; None takes the config's.
+    """
+    own = _dtype_name(hf_config.get("dtype") or hf_config.get("torch_dtype") or "float32")
+    model_config, source = converters.new_source(dict(hf_config), files, own)
     _check(model_config, moe)
-    return _init_sharded(_constructor(model_config, moe, COMPUTE_DTYPES[stored], source, remat))
+    return _init_sharded(_constructor(model_config, moe, _compute_dtype(dtype, source), source, remat))
+
+
+def config_folder(folder: str | Path) -> tuple[dict[str, Any], dict[str, bytes]]:
+    """(the parsed config.json, the files without weights) of a Hugging Face folder, to start a new model of its kind from."""
+    files = carried_files(Path(folder))
+    return json.loads(files["config.json"]), files
 
 
 def _init_sharded(create: Callable[[], CausalLM]) -> CausalLM:
@@ -163,43 +182,31 @@ def _init_sharded(create: Callable[[], CausalLM]) -> CausalLM:
 
 
 def _config_and_files(hf_config: Any) -> tuple[dict[str, Any], dict[str, bytes]]:
+    """The dict of a config; no files, so that the export's config.json says what the export is."""
     if isinstance(hf_config, Mapping):
         return dict(hf_config), {}
-    if hasattr(hf_config, "model_type") and hasattr(hf_config, "save_pretrained"):
-        files = _saved_files(hf_config)
-        return _parse_config(files), files
+    if hasattr(hf_config, "model_type") and hasattr(hf_config, "to_json_string"):
+        return json.loads(hf_config.to_json_string()), {}
     raise ConfigError(
         f"transform got a {type(hf_config).__name__}, but takes a Hugging Face model, a config (object or dict) or a folder"
     )
 
 
-def _saved_files(*parts: Any) -> dict[str, bytes]:
-    """The files that `save_pretrained` of a config (and generation config) writes."""
-    with tempfile.TemporaryDirectory() as folder:
-        for part in parts:
-            part.save_pretrained(folder)
-        return {path.name: path.read_bytes() for path in sorted(Path(folder).iterdir())}
-
-
-def _parse_config(files: dict[str, bytes]) -> dict[str, Any]:
-    return json.loads(files["config.json"])
-
-
-def _open_torch_model(model: Any) -> Any:
+def _open_torch_model(model: Any) -> converters.LoadedCheckpoint:
     """The torch model's tensors as NumPy views, under its in-memory names."""
     hf_config = copy.deepcopy(model.config)
     hf_config.architectures = [type(model).__name__]
     hf_config.dtype = model.dtype
-    parts = [hf_config]
-    if getattr(model, "can_generate", lambda: False)() and getattr(model, "generation_config", None) is not None:
-        parts.append(model.generation_config)
-    files = _saved_files(*parts)
+    files = {"config.json": hf_config.to_json_string().encode()}
+    if getattr(model, "generation_config", None) is not None:
+        # Its JSON as it is: saving it would validate it, and that is no reason to lose a model.
+        files["generation_config.json"] = model.generation_config.to_json_string().encode()
     tensors, seen = {}, set()
     for name, tensor in model.state_dict().items():
         if tensor.data_ptr() not in seen:  # a tied head shares the embedding's memory; transformers writes it once
             tensors[name] = _to_numpy(tensor)
         seen.add(tensor.data_ptr())
-    return converters.open_state_dict(_parse_config(files), tensors, files)
+    return converters.open_state_dict(json.loads(files["config.json"]), tensors, files)
 
 
 def _to_numpy(tensor: Any) -> np.ndarray:
@@ -212,13 +219,13 @@ def _to_numpy(tensor: Any) -> np.ndarray:
 
 
 def _dtype_name(dtype: Any) -> str:
-    name = (
-        str(dtype).removeprefix("torch.")
-        if "torch" in str(type(dtype)) or isinstance(dtype, str)
-        else jnp.dtype(dtype).name
-    )
+    """The name of a dtype given as a string, a NumPy, JAX or torch dtype; refuses what is none to compute in."""
+    name = str(dtype).removeprefix("torch.")
     if name not in COMPUTE_DTYPES:
-        raise ConfigError(f"dtype is {name!r}, but must be one of {', '.join(map(repr, COMPUTE_DTYPES))}")
+        with contextlib.suppress(TypeError):
+            name = jnp.dtype(dtype).name
+    if name not in COMPUTE_DTYPES:
+        raise ConfigError(f"dtype is {dtype!r}, but must be one of {', '.join(map(repr, COMPUTE_DTYPES))}")
     return name
 
 
@@ -236,8 +243,17 @@ def _check(config: ModelConfig, moe: MoEConfig) -> None:
     if not moe.smp_moe and state.expert_size > 1:
         raise ConfigError(f"smp_moe is False, but expert_parallel_degree is {state.expert_size}; it must then be 1")
     if moe.moe_load_balancing != "aux_loss" and moe.moe_aux_loss_coeff:
-        logger.info("moe_aux_loss_coeff %g has no effect with moe_load_balancing=%r: it applies under 'aux_loss' only",
-                    moe.moe_aux_loss_coeff, moe.moe_load_balancing)  # fmt: skip
+        _warn_once(
+            f"moe_aux_loss_coeff {moe.moe_aux_loss_coeff:g} has no effect with moe_load_balancing="
+            f"{moe.moe_load_balancing!r}: it applies under 'aux_loss' only"
+        )
     if config.num_experts_per_tok == 1 and config.norm_topk_prob:
-        logger.warning("num_experts_per_tok is 1 with norm_topk_prob: the combine weight is always 1, so the language-model "
-                       "loss gives the router no gradient")  # fmt: skip
+        _warn_once(
+            "num_experts_per_tok is 1 with norm_topk_prob: the combine weight is always 1, so the language-model loss "
+            "gives the router no gradient"
+        )
+
+
+@cache
+def _warn_once(message: str) -> None:
+    logger.warning(message)

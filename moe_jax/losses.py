@@ -10,8 +10,11 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from moe_jax.errors import refuse_unknown
+
 # Hugging Face's label for "no loss here".
 IGNORE = -100
+BATCH_KEYS = ("tokens", "segment_ids", "positions", "labels")
 
 
 @jax.tree_util.register_dataclass
@@ -51,12 +54,6 @@ def _shift(x_BS: jax.Array, last: int) -> jax.Array:
     return jnp.concatenate([x_BS[:, 1:], end_B1], axis=1)
 
 
-def count_labels(tokens_BS: Int[Array, "B S"], segment_ids_BS: Int[Array, "B S"] | None = None,
-                 labels_BS: Int[Array, "B S"] | None = None) -> Int[Array, ""]:  # fmt: skip
-    """Returns the number of labels that `next_token_loss` counts, over the global batch."""
-    return jnp.sum(next_labels(tokens_BS, segment_ids_BS, labels_BS) != IGNORE)
-
-
 def next_token_loss(
     logits_BSV: Float[Array, "B S V"], tokens_BS: Int[Array, "B S"], segment_ids_BS: Int[Array, "B S"] | None = None,
     labels_BS: Int[Array, "B S"] | None = None,
@@ -82,10 +79,11 @@ def training_loss(model: Any, batch: dict[str, jax.Array], key: jax.Array | None
     """Returns the loss to differentiate and its parts.
 
     Cross entropy + `moe_z_loss_coeff` * z, and under `moe_load_balancing` "aux_loss" + `moe_aux_loss_coeff` * aux.
-    batch: tokens [B, S], and optionally segment_ids and labels of the same shape.
+    batch: tokens [B, S], and optionally segment_ids, positions and labels of the same shape; other keys are refused.
     """
+    refuse_unknown("the batch", batch, BATCH_KEYS)
     tokens_BS, segment_ids_BS = batch["tokens"], batch.get("segment_ids")
-    output = model(tokens_BS, segment_ids_BS, train=True, key=key)
+    output = model(tokens_BS, segment_ids_BS, batch.get("positions"), train=True, key=key)
     ce, count = next_token_loss(output.logits, tokens_BS, segment_ids_BS, batch.get("labels"))
     loss = ce + model.moe.moe_z_loss_coeff * output.z_loss
     if model.moe.moe_load_balancing == "aux_loss":

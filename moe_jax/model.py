@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
-from moe_jax.config import LayerConfig, ModelConfig, MoEConfig
+from moe_jax.config import REMAT_POLICIES, LayerConfig, ModelConfig, MoEConfig
 from moe_jax.errors import ConfigError
 from moe_jax.layers.attention import Attention, AttentionInputs
 from moe_jax.layers.embedding import Embedding, LMHead
@@ -26,7 +26,6 @@ from moe_jax.sharding import batch_spec, is_param
 from moe_jax.source import HFSource
 
 MAX_PATTERN = 8  # longest repeating pattern of layers that is looked for
-REMAT_POLICIES = ("full", "dispatched", "none")
 BLOCK_INPUT_NAME = "block_input"
 
 
@@ -107,7 +106,6 @@ class Block(nnx.Module):
         else:
             self.mlp = MLP(config.hidden_size, config.intermediate_size, config.hidden_act, key=mlp_key,
                            stddev=config.initializer_range)  # fmt: skip
-        self.is_moe = layer.is_moe
 
     def __call__(
         self, x_BSH: jax.Array, inputs: AttentionInputs, dtype: Any, *, train: bool

@@ -4,14 +4,13 @@ import dataclasses
 from pathlib import Path
 from typing import Any, Literal
 
-from moe_jax.config import MoEConfig, ParallelConfig
+from moe_jax.config import REMAT_POLICIES, MoEConfig, ParallelConfig
 from moe_jax.errors import require
 
 INITS = ("weights", "random")
 # No float16: its gradients need a loss scale, which is not built. A float16 checkpoint trains in bfloat16.
 DTYPES = ("bfloat16", "float32")
 DEVICES = ("auto", "gpu", "cpu")
-REMAT = ("full", "dispatched", "none")
 
 
 def _check_int(owner: object, section: str, name: str, lowest: int) -> None:
@@ -46,7 +45,7 @@ class ModelSettings:
 class DataConfig:
     """Text and how it becomes rows of tokens.
 
-    files: text files in UTF-8, taken in this order; none means the embedded corpus (Python's own documentation).
+    files: text files in UTF-8 (or just one), taken in this order; none means the embedded corpus (Python's own documentation).
     document_separator: cuts every file into documents; "" makes a file one document.
     tokenizer: "bytes" (ids 0..255), a folder that holds tokenizer.json, or that file itself.
     eos_id: the id that ends a document; None takes the tokenizer's own, for bytes 256.
@@ -54,7 +53,7 @@ class DataConfig:
     shuffle_seed: seed of the order of the training rows, which is new in every epoch.
     """
 
-    files: tuple[str, ...] = ()
+    files: tuple[str, ...] | str = ()
     document_separator: str = ""
     tokenizer: str = "bytes"
     eos_id: int | None = None
@@ -62,6 +61,7 @@ class DataConfig:
     shuffle_seed: int = 0
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "files", (self.files,) if isinstance(self.files, str) else tuple(self.files))
         require(bool(self.tokenizer), "data.tokenizer", self.tokenizer, '"bytes" or a folder with tokenizer.json')
         if self.eos_id is not None:
             _check_int(self, "data", "eos_id", 0)
@@ -113,7 +113,8 @@ class TrainSettings:
     eval_batches: evaluation batches each time; 0 takes the whole evaluation part.
     log_every: a log line every so many steps where no progress bar can be drawn; 0 for none.
     tensorboard: also write event files, for TensorBoard.
-    device: "gpu" and "cpu" refuse to start on anything else; "auto" takes what JAX finds.
+    device: "gpu" and "cpu" refuse to start on anything else; "auto" takes what JAX finds, and the CPU only if asked for
+        it (by simulated devices or JAX_PLATFORMS=cpu).
     resume: continue from the newest checkpoint under the output folder, when there is one.
     """
 
@@ -139,7 +140,8 @@ class TrainSettings:
         for name in ("checkpoint_every", "eval_every", "eval_batches", "log_every"):
             _check_int(self, "train", name, 0)
         require(self.dtype in DTYPES, "train.dtype", self.dtype, f"one of {', '.join(map(repr, DTYPES))}")
-        require(self.remat in REMAT, "train.remat", self.remat, f"one of {', '.join(map(repr, REMAT))}")
+        require(self.remat in REMAT_POLICIES, "train.remat", self.remat,
+                f"one of {', '.join(map(repr, REMAT_POLICIES))}")  # fmt: skip
         require(self.device in DEVICES, "train.device", self.device, f"one of {', '.join(map(repr, DEVICES))}")
 
 

@@ -5,6 +5,7 @@ rules table turns them into a `PartitionSpec`. A stacked parameter has one more 
 """
 
 import dataclasses
+import functools
 import logging
 from typing import Any
 
@@ -57,9 +58,15 @@ def parameter_spec(
         if free:
             entries[max(free, key=lambda d: shape[d])] = axes
         else:
-            logger.warning("a parameter of shape %s (%s) is replicated over %s: no dimension divides by %d",
-                           shape, ", ".join(dims), axes, size)  # fmt: skip
+            _warn_replicated(dims, shape[stacked:], axes, size)
     return P(*(axes if len(axes) > 1 else (axes[0] if axes else None) for axes in entries))
+
+
+@functools.cache
+def _warn_replicated(dims: tuple[str, ...], shape: tuple[int, ...], axes: tuple[str, ...], size: int) -> None:
+    """Says it once for each kind of parameter."""
+    logger.warning("a parameter with dimensions %s = %s is replicated over %s: none of them divides by %d",
+                   ", ".join(dims), shape, axes, size)  # fmt: skip
 
 
 def _axes_size(mesh: Mesh | AbstractMesh, axes: tuple[str, ...]) -> int:
@@ -82,10 +89,8 @@ def param_spec(param: nnx.Variable, mesh: Mesh | AbstractMesh) -> P:
 
 def parameter_shardings(model: Any) -> Any:
     """The model's pytree with a `NamedSharding` in the place of every array."""
-    leaves, treedef = jax.tree.flatten(model, is_leaf=is_param)
-    mesh = state.mesh
-    shardings = [NamedSharding(mesh, param_spec(leaf, mesh)) for leaf in leaves]
-    return jax.tree.unflatten(jax.tree.structure(model), shardings) if treedef else model
+    params, treedef, mesh = jax.tree.leaves(model, is_leaf=is_param), jax.tree.structure(model), state.mesh
+    return jax.tree.unflatten(treedef, [NamedSharding(mesh, param_spec(param, mesh)) for param in params])
 
 
 def batch_spec(ndim: int) -> P:

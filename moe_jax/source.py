@@ -1,6 +1,8 @@
 """Where a model came from, and what its Hugging Face folder has to look like when it is handed back."""
 
 import dataclasses
+import functools
+import hashlib
 import json
 from pathlib import Path
 from typing import Any
@@ -31,13 +33,29 @@ class HFSource:
     files: the other files of the folder, relative path -> bytes, carried unchanged.
     extras: tensors that the model does not use, carried unchanged.
 
-    Compared by identity: it travels as a static part of the model's pytree, and a jitted step must see one constant.
+    Two sources are equal when all of that is equal (by a digest): it travels as a static part of the model's pytree, so two
+    models of one checkpoint have one structure and share compiled code.
     """
 
     config: dict[str, Any]
     tensors: tuple[TensorInfo, ...]
     files: dict[str, bytes] = dataclasses.field(default_factory=dict)
     extras: dict[str, np.ndarray] = dataclasses.field(default_factory=dict)
+
+    @functools.cached_property
+    def _digest(self) -> bytes:
+        digest = hashlib.sha256(json.dumps([self.config, [dataclasses.astuple(t) for t in self.tensors]]).encode())
+        for name, content in sorted(self.files.items()):
+            digest.update(name.encode() + content)
+        for name, array in sorted(self.extras.items()):
+            digest.update(f"{name} {array.dtype} {array.shape}".encode() + array.tobytes())
+        return digest.digest()
+
+    def __eq__(self, other: object) -> bool:
+        return self is other or (isinstance(other, HFSource) and self._digest == other._digest)
+
+    def __hash__(self) -> int:
+        return hash(self._digest)
 
     def save(self, folder: Path) -> None:
         """Writes this record into `folder` (made if absent), readable by `load`."""

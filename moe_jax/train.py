@@ -9,6 +9,7 @@ import itertools
 import json
 import logging
 import math
+import os
 import signal
 import threading
 import time
@@ -217,7 +218,7 @@ class _Run:
         if self.config.export and not preempted:
             _export(self.state.model, folder / EXPORT)
         return TrainResult(
-            self.state, self.step, self.loss, self.eval_loss, _compilations(self.train_step), preempted, folder
+            self.state, self.step, self.loss, self.eval_loss, num_compilations(self.train_step), preempted, folder
         )
 
     def _steps(self) -> bool:
@@ -288,7 +289,8 @@ def _due(step: int, every: int) -> bool:
     return every > 0 and step % every == 0
 
 
-def _compilations(step: Any) -> int:
+def num_compilations(step: Any) -> int:
+    """How many programs a jitted function has compiled. JAX has no public way to ask; its own tests use this one."""
     return step._cache_size()
 
 
@@ -304,9 +306,22 @@ def _check_devices(config: RunConfig) -> None:
         )
     if device != "auto" and found != device:
         raise ConfigError(f"train.device is {device!r}, but JAX found only {found!r} devices")
+    if device == "auto" and found == "cpu" and not _cpu_is_asked_for():
+        raise ConfigError("train.device is 'auto', but JAX found only CPU devices; set train.device to 'cpu' or --devices N "
+                          "to run on the CPU")  # fmt: skip
+    degrees = config.parallel.expert_parallel_degree, max(config.parallel.hybrid_shard_degree, 1)
     logger.info(
-        "running on %d %s device(s), %d of them in this process", jax.device_count(), found, jax.local_device_count()
-    )
+        "devices: expected a multiple of expert_parallel_degree x hybrid_shard_degree = %d x %d, found %d of kind %s in "
+        "%d process(es), %d of them in this one",
+        *degrees, jax.device_count(), found, jax.process_count(), jax.local_device_count(),
+    )  # fmt: skip
+
+
+def _cpu_is_asked_for() -> bool:
+    """Whether JAX was told to use the CPU, by JAX_PLATFORMS or its setting, or by a number of simulated devices."""
+    platforms = jax.config.jax_platforms or ""  # pyright: ignore[reportAttributeAccessIssue]  # JAX_PLATFORMS' value
+    simulated = "xla_force_host_platform_device_count" in os.environ.get("XLA_FLAGS", "")
+    return platforms.split(",")[0] == "cpu" or simulated
 
 
 def _check_batch(config: RunConfig) -> None:
@@ -364,13 +379,17 @@ def _vocab_size(config: RunConfig, resumes: bool) -> int:
 
 
 def _fresh_state(config: RunConfig, optimizer: optax.GradientTransformation) -> TrainState:
-    from moe_jax.hf import transform
+    from moe_jax import hf
 
-    model_path = Path(config.model.path)
-    if config.model.init == "weights" and not model_path.is_dir():
+    folder, dtype, remat = Path(config.model.path), config.train.dtype, config.train.remat
+    if config.model.init == "random":
+        # The folder's tokenizer and other files go on into the export.
+        described, files = hf.config_folder(folder) if folder.is_dir() else (_read_hf_config(config), {})
+        model = hf.from_config(described, files, config.moe, dtype, remat)
+    elif folder.is_dir():
+        model = hf.transform(folder, config.moe, dtype, remat=remat)
+    else:
         raise ConfigError(f"model.path is {config.model.path!r}, but model.init 'weights' needs a checkpoint folder")
-    origin = model_path if config.model.init == "weights" else _read_hf_config(config)
-    model = transform(origin, config.moe, config.train.dtype, remat=config.train.remat)
     return TrainState(model, jax.jit(optimizer.init)(model), replicated(np.int32(0)))
 
 

@@ -1,5 +1,6 @@
 """transform and save_pretrained without torch: exact round trips on meshes, initial weights, memory, refusals."""
 
+import json
 import logging
 import subprocess
 import sys
@@ -8,11 +9,11 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
-from meshes import MESHES, start
+from meshes import MESHES, put_batch, start
 from numpy_hf import CONFIGS, MIX, Q3, random_tensors, read_folder, write_folder
 
 import moe_jax
-from moe_jax.hf import fetch
+from moe_jax.hf import _warn_once, abstract_model, fetch, model_config_of
 from moe_jax.model import named_parameters
 
 
@@ -94,7 +95,11 @@ def test_fetch_reads_any_block_of_any_layout(mesh: str) -> None:
     ("settings", "moe", "message"),
     [
         ({"expert_parallel_degree": 8}, {}, "expert_parallel_degree is 8, but must divide the model's 4 experts"),
-        ({"expert_parallel_degree": 2}, {"smp_moe": False}, "smp_moe is False, but expert_parallel_degree is 2"),
+        (
+            {"expert_parallel_degree": 2},
+            {"smp_moe": False, "moe_load_balancing": "none"},
+            "smp_moe is False, but expert_parallel_degree is 2",
+        ),
     ],
 )
 def test_what_the_mesh_cannot_hold_is_refused_before_any_weight_is_read(settings, moe, message, tmp_path: Path) -> None:
@@ -112,19 +117,63 @@ def test_wrong_arguments_are_named() -> None:
         moe_jax.transform(MIX, dtype="int8")
     with pytest.raises(moe_jax.ConfigError, match="remat is 'some', but must be one of"):
         moe_jax.transform(MIX, remat="some")
+    with pytest.raises(moe_jax.ConfigError, match=r"dtype is 3.5, but must be one of"):
+        moe_jax.transform(MIX, dtype=3.5)
     with pytest.raises(moe_jax.ConfigError, match="transform got a int"):
         moe_jax.transform(3)
     with pytest.raises(moe_jax.ConfigError, match="config is a dict"):
         moe_jax.transform(MIX, config={"smp_moe": True})  # type: ignore[arg-type]
 
 
-def test_settings_without_effect_are_said(caplog: pytest.LogCaptureFixture) -> None:
-    """C06, C100."""
+def test_settings_without_effect_are_said_once(caplog: pytest.LogCaptureFixture) -> None:
+    """C06, C100: as warnings, which a script without any logging set up shows."""
+    _warn_once.cache_clear()
     start("1 device")
-    with caplog.at_level(logging.INFO, logger="moe_jax"):
-        moe_jax.transform(MIX | {"num_experts_per_tok": 1})
-    assert "moe_aux_loss_coeff 0.001 has no effect with moe_load_balancing='sinkhorn'" in caplog.text
-    assert "gives the router no gradient" in caplog.text
+    config = model_config_of(MIX | {"num_experts_per_tok": 1})
+    for _ in range(2):
+        abstract_model(config, moe_jax.MoEConfig(), np.float32, None)
+    messages = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
+    assert len(messages) == 2
+    assert "moe_aux_loss_coeff 0.001 has no effect with moe_load_balancing='sinkhorn'" in messages[0]
+    assert "gives the router no gradient" in messages[1]
+
+
+def test_one_expert_per_token_renormalised_gives_the_gate_no_gradient() -> None:
+    """C06, in the whole model; without renormalising the gate learns."""
+    start("EP2xFSDP2")
+    tokens = put_batch(np.arange(64, dtype=np.int32).reshape(4, 16) % 97)
+    batch = {"tokens": tokens, "segment_ids": put_batch(np.ones((4, 16), np.int32))}
+    for norm in (True, False):
+        moe = moe_jax.MoEConfig(moe_load_balancing="none", moe_z_loss_coeff=0.0)
+        model = moe_jax.transform(Q3 | {"num_experts_per_tok": 1, "norm_topk_prob": norm}, config=moe, dtype="float32")
+        grads = jax.jit(jax.grad(lambda m: moe_jax.training_loss(m, batch, None)[0]))(model)
+        assert bool(np.any(named_parameters(grads)["runs.0.0.mlp.router"][...])) != norm
+
+
+def test_two_models_of_one_checkpoint_have_one_structure(tmp_path: Path) -> None:
+    """An exponential average or a reference model can be combined with the trained one."""
+    folder = write_folder(tmp_path / "in", MIX, random_tensors(MIX))
+    other = write_folder(tmp_path / "other", MIX, random_tensors(MIX), files={"tokenizer.json": b"{}"})
+    start("EP2xFSDP2")
+    one, two = moe_jax.transform(folder), moe_jax.transform(folder)
+    mean = jax.tree.map(lambda a, b: (a + b) / 2, one, two)
+    assert jax.tree.structure(mean) == jax.tree.structure(one)
+    assert one.source == two.source != moe_jax.transform(other).source
+
+
+def test_the_compute_dtype_does_not_decide_what_is_written(tmp_path: Path) -> None:
+    """A float32 config computed in bf16 is exported as float32, by a config.json that says so (C33)."""
+    start("EP2xFSDP2")
+    config = {key: value for key, value in MIX.items() if key not in ("torch_dtype", "architectures")} | {
+        "dtype": "float32"
+    }
+    model = moe_jax.transform(config, dtype="bfloat16")
+    assert model.dtype == "bfloat16"
+    moe_jax.save_pretrained(model, tmp_path / "out")
+    written = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert written["dtype"] == "float32"
+    assert written["architectures"] == ["MixtralForCausalLM"]
+    assert {str(t.dtype) for t in read_folder(tmp_path / "out").values()} == {"float32"}
 
 
 MEMORY_SCRIPT = """
@@ -165,7 +214,7 @@ def measure(what: str, folder: Path) -> tuple[int, int]:
 def test_memory_of_loading_and_initialising_stays_near_the_parameters_and_of_export_near_a_shard(
     tmp_path: Path,
 ) -> None:
-    """C23, C35, on the eight devices of one process, which together hold the model once."""
+    """C35, on the eight devices of one process, which together hold the model once, as float32."""
     folder = write_folder(tmp_path / "in", MEMORY_CONFIG, random_tensors(MEMORY_CONFIG), shards=4)
     size, rise = measure("load", folder)
     file_size = size // 2  # mapped pages of the bf16 files count as resident

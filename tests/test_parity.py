@@ -1,5 +1,6 @@
 """Logits, routing and gradients against transformers (float32, eager) on the same weights."""
 
+import json
 import warnings
 from pathlib import Path
 from typing import Any
@@ -8,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from meshes import put_batch, start
+from meshes import put_batch, start, values_of
 from numpy_hf import read_folder
 from reference import relative_norm
 from tiny_hf import VARIANTS, make_checkpoint, make_model
@@ -62,10 +63,13 @@ def test_logits_equal_transformers_from_folder_and_from_torch_model(variant: str
     reference = reference_model(tmp_path)
     ids = np.random.default_rng(0).integers(0, 96, (2, LENGTH))
     expected = reference_logits(reference, ids)
-    start("1 device")
-    assert relative_norm(logits(moe_jax.transform(reference), ids), expected) < LOGITS
-    start(big_mesh(variant))
-    assert relative_norm(logits(moe_jax.transform(tmp_path), ids), expected) < LOGITS
+    for mesh in ("1 device", big_mesh(variant)):
+        start(mesh)
+        from_torch, from_folder = moe_jax.transform(reference), moe_jax.transform(tmp_path)
+        folder_values = values_of(from_folder)
+        for name, value in values_of(from_torch).items():  # so one of the two needs to be run
+            np.testing.assert_array_equal(folder_values[name], value, err_msg=name)
+        assert relative_norm(logits(from_folder, ids), expected) < LOGITS
 
 
 @pytest.mark.parametrize(
@@ -88,11 +92,16 @@ def test_logits_equal_transformers_from_folder_and_from_torch_model(variant: str
                 "rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0},
             },
         ),
+        ("mixtral", {"sliding_window": None, "rope_parameters": {"rope_type": "default", "rope_theta": 500000.0}}),
+        ("olmoe", {"clip_qkv": 0.05}),
         ("mixtral", {"hidden_act": "gelu", "head_dim": None, "vocab_size": 97}),
         ("qwen3_moe", {"use_sliding_window": True, "sliding_window": 7, "max_window_layers": 1}),
         ("qwen3_moe", {"num_hidden_layers": 4, "decoder_sparse_step": 2, "mlp_only_layers": []}),
     ],
-    ids=["linear rope", "llama3 rope", "dynamic rope", "gelu, head_dim null", "qwen window", "every second layer dense"],
+    ids=[
+        "linear rope", "llama3 rope", "dynamic rope", "C01 base 5e5", "C12 clip 0.05", "C08, C11 gelu, head_dim null",
+        "qwen window", "every second layer dense",
+    ],
 )  # fmt: skip
 def test_options_equal_transformers(variant: str, overrides: dict, tmp_path: Path) -> None:
     make_checkpoint(tmp_path, variant, dtype="float32", **overrides)
@@ -102,6 +111,41 @@ def test_options_equal_transformers(variant: str, overrides: dict, tmp_path: Pat
         relative_norm(logits(moe_jax.transform(tmp_path), ids), reference_logits(reference_model(tmp_path), ids))
         < LOGITS
     )
+
+
+def test_fewer_kv_heads_than_shards(tmp_path: Path) -> None:
+    """C27: two kv heads on eight ranks; the hidden dimension is cut, never the heads."""
+    make_checkpoint(tmp_path, "qwen3_moe_yarn", dtype="float32", num_key_value_heads=2)
+    ids = np.random.default_rng(6).integers(0, 96, (8, 21))
+    expected = reference_logits(reference_model(tmp_path), ids)
+    for mesh in ("EP8", "FSDP4"):
+        start(mesh)
+        assert relative_norm(logits(moe_jax.transform(tmp_path), ids), expected) < LOGITS
+
+
+def test_a_generation_config_that_fails_validation_is_passed_through(tmp_path: Path) -> None:
+    """C34, for a torch model."""
+    model = make_model("mixtral_tied")
+    model.generation_config.do_sample, model.generation_config.temperature = False, 0.9
+    start("1 device")
+    moe_jax.save_pretrained(moe_jax.transform(model), tmp_path / "out")
+    written = json.loads((tmp_path / "out" / "generation_config.json").read_text())
+    assert (written["do_sample"], written["temperature"]) == (False, 0.9)
+
+
+def test_a_config_object_starts_a_model_that_transformers_loads(tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM, MixtralConfig
+
+    config = MixtralConfig(
+        vocab_size=96, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, num_local_experts=4, dtype="float32",
+    )  # fmt: skip
+    start("EP4xFSDP2")
+    model = moe_jax.transform(config)
+    moe_jax.save_pretrained(model, tmp_path / "out")
+    ids = np.random.default_rng(7).integers(0, 96, (2, 9))
+    reloaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out", attn_implementation="eager")
+    assert relative_norm(logits(model, ids), reference_logits(reloaded, ids)) < LOGITS
 
 
 @pytest.mark.parametrize("length", [1, 37, 127, 129])

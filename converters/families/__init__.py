@@ -12,7 +12,7 @@ FAMILIES: dict[str, Family] = {f.model_type: f for f in (mixtral.FAMILY, qwen3_m
 def family_of(hf: dict[str, Any]) -> Family:
     """The family of a parsed config.json."""
     model_type = hf.get("model_type")
-    if model_type not in FAMILIES:
+    if not isinstance(model_type, str) or model_type not in FAMILIES:
         raise ConfigError(f"model_type is {model_type!r}, but must be one of {', '.join(map(repr, FAMILIES))}")
     return FAMILIES[model_type]
 

@@ -20,13 +20,12 @@ class ExpertLayout:
     projections: names of the gate, up and down matrix of one expert; empty when all experts are stacked in two tensors.
     """
 
-    name: str
     block: str
     projections: tuple[str, ...] = ()
 
 
-QWEN_LAYOUT = ExpertLayout("per expert, mlp.experts.*.gate_proj", "mlp", ("gate_proj", "up_proj", "down_proj"))
-FUSED_LAYOUT = ExpertLayout("stacked, mlp.experts.gate_up_proj", "mlp")
+QWEN_LAYOUT = ExpertLayout("mlp", ("gate_proj", "up_proj", "down_proj"))
+FUSED_LAYOUT = ExpertLayout("mlp")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,7 +57,8 @@ def check_common(hf: Mapping[str, Any]) -> None:
 
 def num_experts(hf: Mapping[str, Any], default: int) -> int:
     """The number of experts, which files spell `num_experts` or `num_local_experts`."""
-    values = {key: hf[key] for key in ("num_experts", "num_local_experts") if hf.get(key) is not None}
+    read = Reader(hf, {})
+    values = {key: read.integer(key) for key in ("num_experts", "num_local_experts") if hf.get(key) is not None}
     if len(set(values.values())) > 1:
         raise ConfigError(
             f"num_experts {values['num_experts']} contradicts num_local_experts {values['num_local_experts']}"
@@ -79,13 +79,18 @@ class Reader:
 
     def number(self, key: str) -> float:
         value = self._values[key]
-        require(isinstance(value, int | float) and not isinstance(value, bool), key, value, "a number")
+        require(is_number(value), key, value, "a number")
         return float(value)
 
     def flag(self, key: str) -> bool:
         value = self._values[key]
         require(isinstance(value, bool), key, value, "true or false")
         return value
+
+
+def is_number(value: Any) -> bool:
+    """Whether a value of a JSON file is a number."""
+    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def common_fields(hf: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:

@@ -51,8 +51,8 @@ FAMILY = Family(
     "MixtralForCausalLM",
     model_config,
     (
-        ExpertLayout("per expert, block_sparse_moe.experts.*.w1", "block_sparse_moe", ("w1", "w3", "w2")),
-        ExpertLayout("per expert, mlp.experts.*.w1", "mlp", ("w1", "w3", "w2")),
+        ExpertLayout("block_sparse_moe", ("w1", "w3", "w2")),
+        ExpertLayout("mlp", ("w1", "w3", "w2")),
         FUSED_LAYOUT,
     ),
 )

@@ -10,6 +10,7 @@ from converters.families.common import (
     check_common,
     common_fields,
     equal_layers,
+    is_number,
     num_experts,
 )
 from converters.families.rope import rope_config
@@ -44,7 +45,7 @@ def model_config(hf: dict[str, Any]) -> ModelConfig:
     window = hf.get("sliding_window")
     require(window is None, "sliding_window", window, "null (olmoe has no window)")
     clip = hf.get("clip_qkv")
-    require(clip is None or clip > 0, "clip_qkv", clip, "a positive number or null")
+    require(clip is None or (is_number(clip) and clip > 0), "clip_qkv", clip, "a positive number or null")
     return ModelConfig(
         family="olmoe",
         num_experts=num_experts(hf, 64),

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from converters.families.common import is_number
 from moe_jax.config import ROPE_TYPES, RopeConfig
 from moe_jax.errors import ConfigError, refuse_unknown, require
 
@@ -44,7 +45,7 @@ def _resolve(hf: dict[str, Any], settings: dict[str, Any], default_theta: float,
     require(partial in (None, 1), "partial_rotary_factor", partial, "1 or absent (partial rotation is not supported)")
     top = hf.get("rope_theta")
     theta = settings.get("rope_theta", default_theta if top is None else top)
-    require(isinstance(theta, int | float) and theta > 0, "rope_theta", theta, "a positive number")
+    require(is_number(theta) and theta > 0, "rope_theta", theta, "a positive number")
     if kind == "default":
         return RopeConfig(theta=float(theta))
     original = _original_positions(hf, settings, kind, max_positions)
@@ -52,7 +53,7 @@ def _resolve(hf: dict[str, Any], settings: dict[str, Any], default_theta: float,
     if kind == "yarn":
         fields |= _yarn(settings)
     if kind == "llama3":
-        fields |= {key: float(_required(settings, kind, key)) for key in ("low_freq_factor", "high_freq_factor")}
+        fields |= {key: _number(_required(settings, kind, key), key) for key in ("low_freq_factor", "high_freq_factor")}
     return RopeConfig(rope_type=kind, theta=float(theta), original_max_positions=original, **fields)
 
 
@@ -60,6 +61,11 @@ def _required(settings: dict[str, Any], kind: str, key: str) -> Any:
     if key not in settings:
         raise ConfigError(f"{key} is missing, but rope_type {kind!r} needs it")
     return settings[key]
+
+
+def _number(value: Any, key: str) -> float:
+    require(is_number(value), key, value, "a number")
+    return float(value)
 
 
 def _original_positions(hf: dict[str, Any], settings: dict[str, Any], kind: str, max_positions: int) -> int:
@@ -70,27 +76,23 @@ def _original_positions(hf: dict[str, Any], settings: dict[str, Any], kind: str,
         return max_positions
     top = hf.get("original_max_position_embeddings")
     value = settings.get("original_max_position_embeddings", max_positions) if top is None else top
-    require(isinstance(value, int) and value > 0, "original_max_position_embeddings", value, "a positive integer")
+    valid = isinstance(value, int) and not isinstance(value, bool) and value > 0
+    require(valid, "original_max_position_embeddings", value, "a positive integer")
     return value
 
 
 def _factor(settings: dict[str, Any], kind: str, original: int, max_positions: int) -> float:
     if kind == "yarn" and "factor" not in settings:
         return max_positions / original
-    factor = _required(settings, kind, "factor")
-    require(isinstance(factor, int | float), "factor", factor, "a number")
-    return float(factor)
+    return _number(_required(settings, kind, "factor"), "factor")
 
 
 def _yarn(settings: dict[str, Any]) -> dict[str, Any]:
     """The optional settings of yarn; 0 counts as absent for betas and mscales, as in transformers."""
     factor = settings.get("attention_factor")
-    require(factor is None or factor > 0, "attention_factor", factor, "positive")
-    return {
-        "attention_factor": float(factor or 0.0),
-        "beta_fast": float(settings.get("beta_fast") or 32),
-        "beta_slow": float(settings.get("beta_slow") or 1),
-        "mscale": float(settings.get("mscale") or 0),
-        "mscale_all_dim": float(settings.get("mscale_all_dim") or 0),
-        "truncate": bool(settings.get("truncate", True)),
-    }
+    require(factor is None or (is_number(factor) and factor > 0), "attention_factor", factor, "a positive number")
+    truncate = settings.get("truncate", True)
+    require(isinstance(truncate, bool), "truncate", truncate, "true or false")
+    defaults = {"beta_fast": 32, "beta_slow": 1, "mscale": 0, "mscale_all_dim": 0}
+    numbers = {key: _number(settings.get(key) or default, key) for key, default in defaults.items()}
+    return {"attention_factor": float(factor or 0.0), "truncate": truncate, **numbers}
