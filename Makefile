@@ -5,6 +5,9 @@ PYTHON ?= python3
 # The index of torch's CPU builds: PyPI's own build for Linux comes with gigabytes of CUDA. Empty: PyPI alone.
 TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
 
+# A file of tests stays in one process: its tests share compiled models.
+PYTEST_OPTIONS ?= -n 2 --dist loadfile
+
 VENV := .venv
 BIN := $(VENV)/bin
 PIP := -m pip install --quiet --disable-pip-version-check
@@ -20,10 +23,10 @@ demo: $(VENV)/.installed
 	$(BIN)/python examples/demo.py
 
 test: lint
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest $(PYTEST_OPTIONS)
 
 test-newest: $(VENV_NEWEST)/.installed
-	$(VENV_NEWEST)/bin/python -m pytest -m "not torch"
+	$(VENV_NEWEST)/bin/python -m pytest $(PYTEST_OPTIONS) -m "not torch"
 
 lint: $(VENV)/.installed-dev
 	$(BIN)/ruff check .

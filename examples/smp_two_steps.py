@@ -64,7 +64,10 @@ def main() -> None:
     parser.add_argument("--batch-size", type=int, default=16, help="rows per step, a multiple of the devices")
     parser.add_argument("--seq-len", type=int, default=128)
     args = parser.parse_args()
-    check_target(args.out)  # before any work: an export is never written over anything
+    try:
+        check_target(args.out)  # before any work: an export is never written over anything
+    except moe_jax.ConfigError as error:
+        parser.error(str(error))
     if args.devices:
         simulate_devices(args.devices)
 

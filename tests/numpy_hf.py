@@ -30,6 +30,13 @@ OLM: dict[str, Any] = {
     "num_experts": 8, "num_experts_per_tok": 2, "norm_topk_prob": False, "clip_qkv": None, "rope_theta": 1e4,
     "torch_dtype": "bfloat16",
 }  # fmt: skip
+# The smallest that trains: its vocabulary is the bytes and an end of text.
+TINY: dict[str, Any] = {
+    "model_type": "mixtral", "vocab_size": 257, "hidden_size": 32, "intermediate_size": 16, "num_hidden_layers": 2,
+    "num_attention_heads": 2, "num_key_value_heads": 2, "num_local_experts": 4, "num_experts_per_tok": 2,
+    "max_position_embeddings": 64, "rms_norm_eps": 1e-5, "rope_theta": 1e4, "tie_word_embeddings": False,
+    "sliding_window": None, "hidden_act": "silu", "dtype": "float32", "architectures": ["MixtralForCausalLM"],
+}  # fmt: skip
 CONFIGS = {"mixtral": MIX, "qwen3_moe": Q3, "olmoe": OLM}
 
 

@@ -19,20 +19,37 @@ def dense_moe(x_TH, weights, chosen_TE, *, norm_topk_prob):
     return jnp.einsum("te,tei,eih->th", weights_TE, hidden, weights["down"])
 
 
+def router_losses(x_TH, weights, chosen_TE):
+    """(E sum_e f_e p_e, mean logsumexp^2) over the tokens that have chosen an expert."""
+    logits_TE = x_TH @ weights["router"]
+    real_T = jnp.max(chosen_TE, axis=-1)
+    fraction_E = jnp.sum(chosen_TE, axis=0) / jnp.sum(chosen_TE)
+    mean_E = jnp.sum(jax.nn.softmax(logits_TE, axis=-1) * real_T[:, None], axis=0) / jnp.sum(real_T)
+    z = jnp.sum(jax.nn.logsumexp(logits_TE, axis=-1) ** 2 * real_T) / jnp.sum(real_T)
+    return logits_TE.shape[1] * jnp.sum(fraction_E * mean_E), z
+
+
 @partial(jax.jit, static_argnames="norm_topk_prob")
-def _dense_moe_vjp(x_TH, weights, chosen_TE, dy_TH, norm_topk_prob):
-    out, pull = jax.vjp(lambda x, w: dense_moe(x, w, chosen_TE, norm_topk_prob=norm_topk_prob), x_TH, weights)
-    return out, *pull(dy_TH)
+def _dense_moe_vjp(x_TH, weights, chosen_TE, cotangents, norm_topk_prob):
+    def forward(x, w):
+        return dense_moe(x, w, chosen_TE, norm_topk_prob=norm_topk_prob), *router_losses(x, w, chosen_TE)
+
+    out, pull = jax.vjp(forward, x_TH, weights)
+    return out, *pull(cotangents)
 
 
-def dense_moe_float64(x_TH, weights, ids_TK, dy_TH, *, norm_topk_prob):
-    """(output, d x, d weights) of `dense_moe` in float64, on one device; ids >= E choose nothing."""
+def dense_moe_float64(x_TH, weights, ids_TK, cotangents, *, norm_topk_prob):
+    """((output, aux loss, z loss), d x, d weights) of the layer in float64, on one device; ids >= E choose nothing.
+
+    cotangents: those of the three outputs.
+    """
     num_experts = weights["router"].shape[1]
     chosen_TE = (np.asarray(ids_TK)[:, :, None] == np.arange(num_experts)).any(axis=1).astype(np.float64)
     double = lambda a: np.asarray(a, np.float64)  # noqa: E731
     one_device = jax.make_mesh((1,), ("one",), devices=jax.devices()[:1])
     with jax.enable_x64(True), jax.set_mesh(one_device):
-        result = _dense_moe_vjp(double(x_TH), jax.tree.map(double, weights), chosen_TE, double(dy_TH), norm_topk_prob)
+        args = jax.tree.map(double, (x_TH, weights, chosen_TE, cotangents))
+        result = _dense_moe_vjp(*args, norm_topk_prob)
         return jax.tree.map(np.asarray, result)
 
 

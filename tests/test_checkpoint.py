@@ -1,6 +1,7 @@
 """Round trips (same mesh, another mesh, moved folders) and every refusal, with real tiny models."""
 
 import dataclasses
+import json
 import logging
 import os
 import shutil
@@ -12,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import NamedSharding
+from numpy_hf import TINY
 
 import moe_jax
 from moe_jax import checkpoint
@@ -23,6 +25,7 @@ from moe_jax.checkpoint import (
     latest_step,
     load_model,
     named_arrays,
+    read_model_info,
     replicated,
     restore,
     save_model,
@@ -35,12 +38,7 @@ from moe_jax.optim import make_optimizer
 from moe_jax.run_config import OptimizerConfig
 from moe_jax.sharding import parameter_shardings
 
-HF = {
-    "model_type": "mixtral", "vocab_size": 37, "hidden_size": 32, "intermediate_size": 16, "num_hidden_layers": 2,
-    "num_attention_heads": 2, "num_key_value_heads": 2, "num_local_experts": 4, "num_experts_per_tok": 2,
-    "max_position_embeddings": 64, "rms_norm_eps": 1e-5, "rope_theta": 1e4, "tie_word_embeddings": False,
-    "sliding_window": None, "hidden_act": "silu", "dtype": "float32",
-}  # fmt: skip
+HF = TINY | {"vocab_size": 37}
 MOE = MoEConfig(moe_load_balancing="aux_loss", moe_z_loss_coeff=0.5)
 OPTIMIZER = make_optimizer(OptimizerConfig(), 10)
 RUN = {"optimizer": {"learning_rate": 1e-4}, "moe": {"moe_load_balancing": "sinkhorn"}}
@@ -136,6 +134,23 @@ def test_model_folder_appears_only_when_complete(state: TrainState, tmp_path: Pa
     assert not (tmp_path / "model").exists()
     save_model(tmp_path / "model", state.model)
     assert_equal(load_model(tmp_path / "model"), state.model)
+
+
+def test_model_fills_an_empty_folder_that_is_a_link_or_kept(
+    state: TrainState, tmp_path: Path, monkeypatch: Any
+) -> None:
+    (tmp_path / "real").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "real")
+    with monkeypatch.context() as patch:  # an attempt that dies does not block the next one
+        patch.setattr(checkpoint, "_move_up", lambda _: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            save_model(tmp_path / "link", state.model)
+    inode = (tmp_path / "real").stat().st_ino
+    save_model(tmp_path / "link", state.model)
+    assert (tmp_path / "link").is_symlink()
+    assert (tmp_path / "real").stat().st_ino == inode  # as a mount point needs it
+    assert {path.name for path in (tmp_path / "real").iterdir()} == {"params", "hf", "model_config.json"}
+    assert_equal(load_model(tmp_path / "real"), state.model)
 
 
 def test_state_comes_back_on_this_and_another_mesh(state: TrainState, saved: Path) -> None:
@@ -246,3 +261,29 @@ def test_damaged_model_description_is_named(saved: Path, tmp_path: Path) -> None
     (tmp_path / "run" / "model_config.json").write_text("{")
     with pytest.raises(ConfigError, match=r"model_config\.json"):
         load_model(tmp_path / "run")
+
+
+@pytest.mark.parametrize(("change", "message"), [
+    (lambda record: record["model"].update(colour=1), "model has unknown key.*'colour'"),
+    (lambda record: record["model"]["layers"][1].update(is_mo=1), "layers has unknown key.*'is_mo'.*'is_moe'"),
+    (lambda record: record["model"]["rope"].update(thta=1), "rope has unknown key.*'thta'.*'theta'"),
+    (lambda record: record["model"]["rope"].update(theta="big"), "rope cannot be read"),
+    (lambda record: record["model"].pop("num_experts"), "model cannot be read.*num_experts"),
+    (lambda record: record["model"].update(layers=3), "no model description"),
+    (lambda record: record.update(moe=[]), r"moe is \[\], but must be an object"),
+])  # fmt: skip
+def test_wrong_parts_of_a_model_description_are_named(saved: Path, tmp_path: Path, change: Any, message: str) -> None:
+    record = json.loads((saved / "model_config.json").read_text())
+    change(record)
+    (tmp_path / "model_config.json").write_text(json.dumps(record))
+    with pytest.raises(ConfigError, match=rf"model_config\.json.*{message}"):
+        read_model_info(tmp_path)
+
+
+@pytest.mark.parametrize("content", ["{", "{}", "[]", '{"config": {}, "tensors": [{"name": 1}]}'])
+def test_damaged_source_is_named(saved: Path, tmp_path: Path, content: str) -> None:
+    shutil.copy(saved / "model_config.json", tmp_path)
+    (tmp_path / "hf").mkdir()
+    (tmp_path / "hf" / "source.json").write_text(content)
+    with pytest.raises(ConfigError, match=r"hf/source\.json' or a file beside it cannot be read"):
+        read_model_info(tmp_path)

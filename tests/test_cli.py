@@ -10,9 +10,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from numpy_hf import TINY
 
 from moe_jax.checkpoint import complete_steps
-from moe_jax.cli import main, parse_run, simulate_devices
+from moe_jax.cli import (
+    PROCESS_COUNT_VARIABLES,
+    join_processes,
+    main,
+    parse_run,
+    simulate_devices,
+    warn_if_alone,
+)
 from moe_jax.errors import ConfigError
 from moe_jax.metrics import read_jsonl
 
@@ -34,7 +42,7 @@ def run_file(tmp_path: Path) -> Path:
 
 
 def test_run_file_fills_the_dataclasses_and_overrides_win(run_file: Path) -> None:
-    config, devices = parse_run(
+    config, devices, distributed = parse_run(
         [str(run_file), "--train.steps", "9", "--data.files", "[a.txt,b.txt]", "--devices", "4"]
     )
     assert (config.model.init, config.train.steps, config.train.seq_len) == ("random", 9, 64)
@@ -42,11 +50,17 @@ def test_run_file_fills_the_dataclasses_and_overrides_win(run_file: Path) -> Non
     assert config.optimizer.learning_rate == 3e-4
     assert config.data.files == ("a.txt", "b.txt")
     assert config.data.eos_id is None
-    assert devices == 4
+    assert (devices, distributed) == (4, False)
+
+
+def test_one_text_file_needs_no_list(run_file: Path) -> None:
+    assert parse_run([str(run_file), "--data.files", "a.txt"]).config.data.files == ("a.txt",)
+    run_file.write_text(RUN + "data: {files: b.txt}\n")
+    assert parse_run([str(run_file)]).config.data.files == ("b.txt",)
 
 
 def test_settings_survive_json(run_file: Path, tmp_path: Path) -> None:
-    config, _ = parse_run([str(run_file), "--data.files", "[a.txt]"])
+    config = parse_run([str(run_file), "--data.files", "[a.txt]"]).config
     (tmp_path / "again.json").write_text(json.dumps(config.to_dict()))
     assert parse_run([str(tmp_path / "again.json")])[0] == config
 
@@ -59,6 +73,7 @@ def test_settings_survive_json(run_file: Path, tmp_path: Path) -> None:
     (["--parallel.tensor_parallel_degree", "2"], "tensor_parallel_degree is 2"),
     (["--optimizer.warmup_steps", "8"], "optimizer.warmup_steps is 8"),
     (["--devices", "-1"], "devices"),
+    (["--devices", "2", "--distributed"], "--devices is 2, but must be absent beside --distributed"),
 ])  # fmt: skip
 def test_wrong_arguments_are_one_line_and_exit_code_2(
     run_file: Path, capsys: Any, arguments: list[str], message: str
@@ -98,6 +113,50 @@ def test_config_error_of_the_run_exits_with_2(run_file: Path, tmp_path: Path, ca
     assert "/models/x" in capsys.readouterr().err
 
 
+def test_a_file_system_error_is_one_line_and_exit_code_2(run_file: Path, capsys: Any, monkeypatch: Any) -> None:
+    def full(_config: Any) -> None:
+        raise OSError(28, "No space left on device", "out/metrics.jsonl")
+
+    monkeypatch.setattr("moe_jax.train.train", full)
+    assert main(["train", str(run_file)]) == 2
+    assert capsys.readouterr().err == "moe-jax: [Errno 28] No space left on device: 'out/metrics.jsonl'\n"
+
+
+# C96: schedulers
+
+
+@pytest.mark.parametrize("name", PROCESS_COUNT_VARIABLES)
+def test_variables_of_a_scheduler_are_warned_of_and_nothing_waits(name: str, monkeypatch: Any, caplog: Any) -> None:
+    for other in PROCESS_COUNT_VARIABLES:
+        monkeypatch.delenv(other, raising=False)
+    monkeypatch.setenv(name, "1")
+    warn_if_alone()
+    assert caplog.messages == []
+    monkeypatch.setenv(name, "4")
+    warn_if_alone()
+    assert caplog.messages == [f"{name} is 4, but this process trains alone: pass --distributed to join the others"]
+
+
+def test_joining_logs_the_expected_and_found_counts_or_says_why_not(monkeypatch: Any, caplog: Any) -> None:
+    for other in PROCESS_COUNT_VARIABLES:
+        monkeypatch.delenv(other, raising=False)
+    monkeypatch.setenv("SLURM_NTASKS", "2")
+    monkeypatch.setattr("jax.distributed.initialize", lambda: None)
+    with caplog.at_level("INFO", "moe_jax"):
+        join_processes()
+    assert caplog.messages == [
+        "processes: expected 2 (SLURM_NTASKS), found 1 with 8 device(s) in all, 8 here",
+        "SLURM_NTASKS is 2, but 1 process(es) joined",
+    ]
+
+    def fail() -> None:
+        raise ValueError("coordinator_address\nshould be defined.")
+
+    monkeypatch.setattr("jax.distributed.initialize", fail)
+    with pytest.raises(ConfigError, match=r"could not join the other processes: coordinator_address should be"):
+        join_processes()
+
+
 def test_help_lists_the_fields(capsys: Any) -> None:
     assert main(["--help"]) == 0
     with pytest.raises(SystemExit) as done:
@@ -124,13 +183,7 @@ def test_importing_the_command_stays_light() -> None:
 
 
 def test_sigterm_ends_the_process_with_a_complete_checkpoint(tmp_path: Path) -> None:  # C77, C82
-    hf = {
-        "model_type": "mixtral", "vocab_size": 257, "hidden_size": 16, "intermediate_size": 8, "num_hidden_layers": 1,
-        "num_attention_heads": 2, "num_key_value_heads": 2, "num_local_experts": 2, "num_experts_per_tok": 1,
-        "max_position_embeddings": 64, "rms_norm_eps": 1e-5, "rope_theta": 1e4, "tie_word_embeddings": False,
-        "sliding_window": None, "hidden_act": "silu", "dtype": "float32", "architectures": ["MixtralForCausalLM"],
-    }  # fmt: skip
-    (tmp_path / "config.json").write_text(json.dumps(hf))
+    (tmp_path / "config.json").write_text(json.dumps(TINY))
     (tmp_path / "text.txt").write_text("all the experts " * 60)
     (tmp_path / "run.yaml").write_text(json.dumps({
         "model": {"path": str(tmp_path), "init": "random"}, "output": str(tmp_path / "out"),

@@ -41,6 +41,7 @@ def mixed(tensors: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
 def test_export_gives_the_same_folder(
     tmp_path: Path, config: dict[str, Any], dtype: str, shards: int, stacked: bool
 ) -> None:
+    """C32: the layout, names and files of the source."""
     tensors = random_tensors(config, "BF16" if dtype == "mixed" else dtype)
     tensors = mixed(tensors) if dtype == "mixed" else tensors
     tensors = fuse(tensors) if stacked else tensors
@@ -53,6 +54,7 @@ def test_export_gives_the_same_folder(
 
 
 def test_three_spellings_of_mixtral_give_the_same_parameters(tmp_path: Path) -> None:
+    """C15."""
     tensors = random_tensors(MIX)
     spellings = [tensors, {n.replace(".block_sparse_moe.", ".mlp."): t for n, t in tensors.items()}, fuse(tensors)]
     first, *others = [

@@ -1,6 +1,8 @@
 """`python -m converters`: what it prints, its exit codes, and its comparisons."""
 
+import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -10,9 +12,8 @@ import pytest
 from numpy_hf import CONFIGS, MIX, Q3, random_tensors, write_folder
 
 from converters.__main__ import main
-from converters.parity import compare_folders, compare_outputs
+from converters.parity import compare_folders, compare_outputs, differing_experts
 from converters.report import count_parameters, describe
-from moe_jax.model import parameter_shapes
 
 REPO = Path(__file__).parent.parent
 
@@ -57,7 +58,6 @@ def test_parameter_counts_are_those_of_the_file(tmp_path: Path, config: dict) ->
     share = model_config.num_experts_per_tok / model_config.num_experts
     assert count.active == count.total - experts * (1 - share)
     assert count.one_expert * model_config.num_experts * model_config.num_moe_layers == experts
-    assert len(parameter_shapes(model_config)) > 8
 
 
 def test_describe_shows_scaled_rope_and_windows(tmp_path: Path) -> None:
@@ -79,6 +79,25 @@ def test_input_that_cannot_work_is_one_line_and_exit_code_2(tmp_path: Path, comm
     assert captured.err.count("\n") == 1
     assert shard.name in captured.err
     assert not (tmp_path / "out").exists()
+
+
+def test_a_file_system_error_is_one_line_and_exit_code_2(tmp_path: Path, monkeypatch, capsys, no_mesh) -> None:
+    def full(*_: object, **__: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    source = write_folder(tmp_path / "in", MIX, random_tensors(MIX))
+    monkeypatch.setattr("converters.parity.round_trip", full)
+    assert main(["roundtrip", str(source)]) == 2
+    assert capsys.readouterr().err == "error: [Errno 28] No space left on device\n"
+
+
+@pytest.mark.parametrize(("number", "message"), [
+    ("-1", "devices is -1, but must be 0 .* or a positive integer"),
+    ("1000", "devices is 1000, but must be at most 8, the devices that XLA_FLAGS allows"),
+])  # fmt: skip
+def test_impossible_numbers_of_devices_are_refused(tmp_path: Path, capsys, number: str, message: str) -> None:
+    assert main(["roundtrip", str(tmp_path), "--devices", number]) == 2
+    assert re.search(message, capsys.readouterr().err)
 
 
 def test_outputs_that_are_not_empty_are_refused_before_any_work(tmp_path: Path, capsys) -> None:
@@ -145,15 +164,28 @@ def test_differing_expert_sets_are_counted_by_token() -> None:
     )
     same = np.array([[[1, 0], [0, 1], [2, 1]], [[0, 2], [1, 0], [1, 2]]])  # order does not matter
     logits = np.array([[1.0, 0.0], [0.0, 1.0], [2.0, 0.0]])
-    equal = compare_outputs(logits, same, logits, router)
-    assert (equal.relative_norm, equal.max_abs, equal.top1, equal.num_differing, equal.ok) == (0, 0, 1, 0, True)
+    equal = compare_outputs(logits, same, logits, router, length=3)
+    assert (equal.relative_norm, equal.max_abs, equal.top1, equal.num_differing) == (0, 0, 1, 0)
+    assert equal.logits_match
+    assert equal.only_near_ties
     other = same.copy()
     other[1, 1] = [0, 2]  # the second token, in the second layer, at a gap of 0.5
-    differing = compare_outputs(logits[[1, 1, 2]], other, logits, router)
-    assert (differing.num_differing, differing.num_tokens, differing.ok) == (1, 3, False)
-    np.testing.assert_allclose(differing.gaps, [0.5])
+    differing = compare_outputs(logits[[1, 1, 2]], other, logits, router, length=3)
+    assert (differing.num_differing, differing.num_tokens, differing.logits_match) == (1, 3, False)
+    np.testing.assert_allclose(differing.gaps, [0.5 / router[1].std()])
+    assert not differing.only_near_ties
     assert differing.top1 == 2 / 3
     assert differing.max_abs == 1
+
+
+def test_a_token_that_sees_another_one_differ_is_no_start() -> None:
+    """Only tokens before it in its row, in a layer before, can have changed a token."""
+    router = np.tile(np.array([2.0, 1.0, 0.0]), (2, 4, 1))
+    ids = np.zeros((2, 4, 1), int)
+    ids[0, 1] = ids[1, 0] = ids[1, 1] = ids[1, 2] = 1  # layer 0: token 1; layer 1: tokens 0, 1 and 2
+    for length, starts in ((4, 2), (2, 3)):  # in rows of two, token 2 sees nothing of token 1
+        num_differing, gaps = differing_experts(ids, router, length)
+        assert (num_differing, len(gaps)) == (3, starts)
 
 
 @pytest.mark.torch
@@ -172,10 +204,54 @@ def test_verify_finds_the_same_logits_as_transformers(tmp_path: Path) -> None:
 
 
 @pytest.mark.torch
+def test_verify_in_bfloat16_passes_with_near_ties_only(tmp_path: Path, monkeypatch, capsys, no_mesh) -> None:
+    """C28: 512 tokens; with another rotary base than the file's the differences are no near-ties."""
+    import warnings
+
+    from tiny_hf import make_checkpoint
+
+    import converters.parity
+    import moe_jax
+
+    moe_jax.init()
+    reference = converters.parity._reference
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        source = make_checkpoint(tmp_path / "in", "qwen3_moe")
+        command = ["verify", str(source), "--dtype", "bfloat16", "--length", "256"]
+        assert main(command) == 0
+        printed = capsys.readouterr().out
+        assert "logits of 512 tokens" in printed
+        assert re.search(r"experts differs in any layer: [1-9]\d*; it starts at [1-9]\d* of them", printed)
+        config = json.loads((source / "config.json").read_text())
+        config["rope_parameters"]["rope_theta"] *= 1.3
+        other = make_checkpoint(tmp_path / "other", "qwen3_moe", rope_parameters=config["rope_parameters"])
+        monkeypatch.setattr(converters.parity, "_reference", lambda folder, *a, **k: reference(other, *a, **k))
+        assert main(command) == 1
+        assert "NO MATCH: the experts may differ only where" in capsys.readouterr().out
+
+
+@pytest.mark.torch
+def test_verify_takes_a_model_without_moe_layers(tmp_path: Path, capsys, no_mesh) -> None:
+    import warnings
+
+    from tiny_hf import make_checkpoint
+
+    import moe_jax
+
+    moe_jax.init()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        source = make_checkpoint(tmp_path / "in", "qwen3_moe", mlp_only_layers=[0, 1, 2])
+        assert main(["verify", str(source), "--tokens", "16", "--length", "8"]) == 0
+    assert "differs in any layer: 0\nmatch" in capsys.readouterr().out
+
+
+@pytest.mark.torch
 def test_verify_exits_with_1_for_other_logits(tmp_path: Path, monkeypatch, capsys, no_mesh) -> None:
     import converters.parity
 
-    bad = compare_outputs(np.ones((2, 3)), np.zeros((1, 2, 1), int), np.eye(2, 3), np.eye(2)[None])
+    bad = compare_outputs(np.ones((2, 3)), np.zeros((1, 2, 1), int), np.eye(2, 3), np.eye(2)[None], length=2)
     monkeypatch.setattr(converters.parity, "verify", lambda folder, **_: bad)
     assert main(["verify", str(tmp_path), "--devices", "1"]) == 1
     assert "NO MATCH" in capsys.readouterr().out

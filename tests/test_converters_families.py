@@ -36,7 +36,7 @@ def test_the_three_tiny_configs_are_translated() -> None:
 
 
 def test_other_families_are_refused_with_the_list() -> None:
-    for model_type in ("llama", None):
+    for model_type in ("llama", None, ["mixtral"]):
         with pytest.raises(ConfigError, match=r"model_type is .*'mixtral', 'qwen3_moe', 'olmoe'"):
             family_of({"model_type": model_type})
 
@@ -114,6 +114,14 @@ def test_all_settings_of_yarn_are_read() -> None:
         ({"rope_scaling": {"type": "yarn", "factor": 2.0, "original_max_position_embeddings": 0}}, "original_max_pos"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
         ({"rope_theta": "big"}, "rope_theta"),
+        (
+            {"rope_scaling": {"type": "llama3", "factor": 8.0, "low_freq_factor": "1", "high_freq_factor": 4.0}},
+            "low_freq_factor is '1', but must be a number",
+        ),
+        ({"rope_scaling": {"type": "yarn", "factor": 2.0, "beta_fast": "32"}}, "beta_fast is '32'"),
+        ({"rope_scaling": {"type": "yarn", "factor": 2.0, "mscale": [1]}}, r"mscale is \[1\]"),
+        ({"rope_scaling": {"type": "yarn", "factor": 2.0, "attention_factor": "1.2"}}, "attention_factor is '1.2'"),
+        ({"rope_scaling": {"type": "yarn", "factor": 2.0, "truncate": "no"}}, "truncate is 'no'"),
         ({"rope_theta": 0}, "rope_theta"),
     ],
 )
@@ -175,6 +183,8 @@ def test_optional_features_are_taken_over() -> None:
         (Q3, {"decoder_sparse_step": 0}, "decoder_sparse_step is 0"),
         (Q3, {"mlp_only_layers": "1"}, "mlp_only_layers"),
         (OLM, {"clip_qkv": 0}, "clip_qkv is 0"),
+        (OLM, {"clip_qkv": "8"}, "clip_qkv is '8'"),
+        (OLM, {"num_experts": [8]}, r"num_experts is \[8\]"),
         (OLM, {"sliding_window": 8}, "sliding_window is 8"),
     ],
 )

@@ -93,6 +93,7 @@ def test_the_data_may_start_at_any_offset(tmp_path: Path) -> None:
     ],
 )
 def test_a_broken_shard_is_refused_by_its_name(tmp_path: Path, spoil, message: str) -> None:
+    """C18: cut off, empty, or a git-lfs pointer in a shard's place."""
     folder = two_shards(tmp_path / "in")
     spoil(folder / TWO_FILES[1])
     with pytest.raises(ConfigError, match=message) as error:
@@ -137,6 +138,7 @@ def test_a_malformed_index_is_refused(tmp_path: Path, text: str) -> None:
 
 @pytest.mark.parametrize("chosen", [0, 1])
 def test_the_index_decides_between_two_copies_of_a_key(tmp_path: Path, chosen: int) -> None:
+    """C21: the index's value; without an index a refusal."""
     shards = [{"x": np.full(3, i, np.float32), f"only{i}": np.ones(1)} for i in range(2)]
     files = dict(zip(TWO_FILES, shards, strict=True))
     index = {"x": TWO_FILES[chosen], "only0": TWO_FILES[0], "only1": TWO_FILES[1]}
@@ -213,6 +215,21 @@ def test_carried_files_are_all_but_weights_and_hidden_files(tmp_path: Path) -> N
     assert carried_files(folder) == kept
 
 
+def test_what_is_not_carried_and_what_is_large_is_said_in_the_log(tmp_path: Path, monkeypatch, caplog) -> None:
+    folder = two_shards(tmp_path / "in")
+    save_file({"x": np.ones(1, np.float32)}, folder / "extra.safetensors")
+    for name in ("onnx", "additional_chat_templates", ".cache"):
+        (folder / name).mkdir()
+    (folder / "corpus.txt").write_bytes(b"x" * 2_000_001)
+    monkeypatch.setattr("converters.io.LARGE_FILE_BYTES", 2_000_000)
+    with caplog.at_level("INFO", "moe_jax"):
+        carried_files(folder)
+    assert caplog.messages == [
+        f"{folder}: not carried into an export: onnx/, extra.safetensors",
+        f"{folder}: corpus.txt has 2 MB and is held in memory until the export",
+    ]
+
+
 def infos(tensors: dict[str, np.ndarray], file: str = "") -> list[TensorInfo]:
     return [TensorInfo(name, dtype_name(t.dtype), t.shape, file) for name, t in tensors.items()]
 
@@ -267,11 +284,33 @@ def test_a_target_that_is_not_empty_is_refused_untouched(tmp_path: Path) -> None
     with pytest.raises(ConfigError, match="not empty"):
         write_checkpoint(folder, infos(TENSORS, "model.safetensors"), TENSORS.__getitem__, {})
     assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
-    (tmp_path / "empty").mkdir()
-    write_checkpoint(
-        tmp_path / "empty", infos(TENSORS, "model.safetensors"), TENSORS.__getitem__, {"config.json": b"{}"}
-    )
-    assert CheckpointReader(tmp_path / "empty").tensors.keys() == TENSORS.keys()
+
+
+def test_an_empty_folder_is_filled_in_its_place(tmp_path: Path) -> None:
+    (tmp_path / "real").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "real")
+    inode = (tmp_path / "real").stat().st_ino
+    files = {"config.json": b"{}", "additional_chat_templates/a.jinja": b"x"}
+    write_checkpoint(tmp_path / "link", assign_shards(infos(TENSORS), 2400), TENSORS.__getitem__, files)
+    assert (tmp_path / "link").is_symlink()
+    assert (tmp_path / "real").stat().st_ino == inode  # nothing can replace a mount point
+    assert CheckpointReader(tmp_path / "real").tensors.keys() == TENSORS.keys()
+    assert carried_files(tmp_path / "real") == files
+    assert {path.name for path in tmp_path.iterdir()} == {"real", "link"}
+    assert not [path for path in (tmp_path / "real").iterdir() if path.name.startswith(".")]
+
+
+def test_a_failed_write_leaves_an_empty_folder_empty(tmp_path: Path, monkeypatch) -> None:
+    def fail(path: Path, target: Path) -> None:
+        raise OSError(28, "No space left on device")
+
+    original = Path.rename
+    monkeypatch.setattr(Path, "rename", lambda a, b: (fail if b.name == "config.json" else original)(a, b))
+    with pytest.raises(OSError, match="No space"):
+        write_checkpoint(
+            tmp_path, infos(TENSORS, "model.safetensors"), TENSORS.__getitem__, {"config.json": b"{}", "a/b": b""}
+        )
+    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize(

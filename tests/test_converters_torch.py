@@ -1,7 +1,12 @@
 """The bridge against transformers: configs, byte-exact exports of its checkpoints, and clean reloads of ours."""
 
+import contextlib
 import dataclasses
+import io
+import json
+import logging
 import warnings
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -88,6 +93,38 @@ def test_transformers_loads_an_export_cleanly_with_equal_weights(tmp_path: Path,
     assert not any(info.values())
     assert again.state_dict().keys() == state.keys()
     assert all(np.array_equal(tensor.numpy(), state[name]) for name, tensor in again.state_dict().items())
+
+
+@pytest.mark.parametrize("variant", ["mixtral", "qwen3_moe_yarn", "olmoe"])
+def test_transformers_loads_an_export_without_a_warning(tmp_path: Path, variant: str) -> None:
+    """C29."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    source = make_checkpoint(tmp_path / "in", variant, shards=2, tokenizer=True)
+    out = export_again(converters.open_folder(source), tmp_path / "out")
+    with transformers_log() as log, warnings.catch_warnings():
+        warnings.simplefilter("error")
+        AutoModelForCausalLM.from_pretrained(out)
+        AutoTokenizer.from_pretrained(out)
+        assert log.getvalue() == ""
+        config = json.loads((out / "config.json").read_text()) | {"num_hidden_layers": 2}
+        (out / "config.json").write_text(json.dumps(config))
+        AutoModelForCausalLM.from_pretrained(out)
+        assert log.getvalue() != ""  # it would show: here, tensors of a third layer
+
+
+@contextlib.contextmanager
+def transformers_log() -> Iterator[io.StringIO]:
+    """What transformers' logger writes from warnings up."""
+    stream = io.StringIO()
+    handler = logging.StreamHandler(stream)
+    handler.setLevel(logging.WARNING)
+    logger = logging.getLogger("transformers")
+    logger.addHandler(handler)
+    try:
+        yield stream
+    finally:
+        logger.removeHandler(handler)
 
 
 @pytest.mark.parametrize("variant", ["mixtral", "qwen3_moe", "olmoe"])

@@ -118,6 +118,26 @@ def test_end_of_text_id_comes_from_the_config_or_is_asked_for(tokenizer_folder: 
     assert load_tokenizer(str(tokenizer_folder)).eos_id == 1
 
 
+def test_stored_truncation_and_padding_do_not_touch_the_text(tokenizer_folder: Path) -> None:
+    from tokenizers import Tokenizer
+
+    file = str(tokenizer_folder / "tokenizer.json")
+    stored = Tokenizer.from_file(file)
+    stored.enable_truncation(2)
+    stored.enable_padding(length=2)
+    stored.save(file)
+    tokenizer = load_tokenizer(file, eos_id=1)
+    assert [list(ids) for ids in tokenizer.encode(["hello world hello", "world"])] == [[2, 3, 2], [3]]
+
+
+@pytest.mark.parametrize("name", ["tokenizer_config.json", "config.json"])
+@pytest.mark.parametrize("content", [b"{", b"[]", b"\xff"])
+def test_broken_files_beside_a_tokenizer_are_named(tokenizer_folder: Path, name: str, content: bytes) -> None:
+    (tokenizer_folder / name).write_bytes(content)
+    with pytest.raises(ConfigError, match=f"{name}'"):
+        load_tokenizer(str(tokenizer_folder))
+
+
 def test_missing_and_broken_tokenizers_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"tokenizer\.json"):
         load_tokenizer(str(tmp_path))

@@ -12,7 +12,8 @@ from jax.sharding import NamedSharding
 
 from moe_jax import mesh
 from moe_jax.config import MoEConfig
-from moe_jax.losses import count_labels, next_labels, next_token_loss, training_loss
+from moe_jax.errors import ConfigError
+from moe_jax.losses import IGNORE, next_labels, next_token_loss, training_loss
 from moe_jax.sharding import BATCH, P
 
 TOLERANCE = 2e-6  # float32 sums of some hundred terms
@@ -53,7 +54,7 @@ def test_loss_and_count_equal_the_loop(batch: Any, with_segments: bool, with_lab
     segments, labels = segments if with_segments else None, labels if with_labels else None
     loss, count = next_token_loss(*map(_array, (logits, tokens, segments, labels)))
     expected, expected_count = slow_loss(logits, tokens, segments, labels)
-    assert int(count) == expected_count == int(count_labels(*map(_array, (tokens, segments, labels))))
+    assert int(count) == expected_count == int(jnp.sum(next_labels(*map(_array, (tokens, segments, labels))) != IGNORE))
     np.testing.assert_allclose(loss, expected, rtol=TOLERANCE)
 
 
@@ -109,8 +110,10 @@ class FakeModel:
 
     moe: MoEConfig
 
-    def __call__(self, tokens: jax.Array, segment_ids: jax.Array, *, train: bool, key: Any) -> Any:
+    def __call__(self, tokens: jax.Array, segment_ids: Any, positions: Any, *, train: bool, key: Any) -> Any:
         assert train
+        if positions is not None:
+            raise LookupError(positions.tolist())
         zeros = jnp.zeros((*tokens.shape, VOCAB))
         return SimpleNamespace(logits=zeros, aux_loss=jnp.array(3.0), z_loss=jnp.array(5.0), router="statistics")
 
@@ -126,3 +129,11 @@ def test_training_loss_adds_aux_under_aux_loss_only_and_reports_the_parts_unweig
     np.testing.assert_allclose([parts.ce, parts.aux, parts.z], [np.log(VOCAB), 3, 5], rtol=TOLERANCE)
     assert int(parts.count) == 6
     assert parts.router == "statistics"
+
+
+def test_positions_reach_the_model_and_unknown_batch_keys_are_refused() -> None:
+    tokens = jnp.zeros((1, 3), jnp.int32)
+    with pytest.raises(LookupError, match=r"\[\[4, 5, 6\]\]"):
+        training_loss(FakeModel(MoEConfig()), {"tokens": tokens, "positions": jnp.array([[4, 5, 6]])}, None)
+    with pytest.raises(ConfigError, match=r"'attention_mask'.*known keys: labels, positions, segment_ids, tokens"):
+        training_loss(FakeModel(MoEConfig()), {"tokens": tokens, "attention_mask": tokens}, None)

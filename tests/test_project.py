@@ -140,9 +140,9 @@ def test_relative_links_in_the_documents_lead_somewhere(path: Path) -> None:
 
 @pytest.mark.parametrize("path", sorted((ROOT / "examples").glob("*.yaml")), ids=lambda path: path.name)
 def test_example_runs_can_be_read(path: Path) -> None:
-    config, devices = parse_run([str(path)])
-    assert config.train.steps > 0
-    assert devices == 0
+    run = parse_run([str(path)])
+    assert run.config.train.steps > 0
+    assert run.devices == 0
 
 
 def test_the_changelog_starts_with_this_version() -> None:

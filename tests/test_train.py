@@ -15,6 +15,7 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
+from numpy_hf import TINY
 
 import moe_jax
 from moe_jax import train as train_module
@@ -34,12 +35,7 @@ from moe_jax.train import (
     train,
 )
 
-HF = {
-    "model_type": "mixtral", "vocab_size": 257, "hidden_size": 32, "intermediate_size": 16, "num_hidden_layers": 2,
-    "num_attention_heads": 2, "num_key_value_heads": 2, "num_local_experts": 4, "num_experts_per_tok": 2,
-    "max_position_embeddings": 64, "rms_norm_eps": 1e-5, "rope_theta": 1e4, "tie_word_embeddings": False,
-    "sliding_window": None, "hidden_act": "silu", "dtype": "float32", "architectures": ["MixtralForCausalLM"],
-}  # fmt: skip
+CARRIED = {"tokenizer.json": b"{ }", "chat_template.jinja": b"{{ x }}", "generation_config.json": b'{"top_k":  3}'}
 STEPS, SEQ_LEN = 6, 16
 ACCUMULATION_TOLERANCE = 2e-6  # float32, another order of the same sums
 MESH_TOLERANCE = 1e-4  # C73
@@ -61,9 +57,11 @@ def _compilation_cache(tmp_path_factory: Any) -> Iterator[None]:
 @pytest.fixture(scope="module")
 def inputs(tmp_path_factory: Any) -> Path:
     folder = tmp_path_factory.mktemp("inputs")
-    (folder / "config.json").write_text(json.dumps(HF))
+    (folder / "config.json").write_text(json.dumps(TINY))
     words = np.random.default_rng(0).choice(["expert ", "router ", "token ", "gate ", "the ", "a\n"], 600)
     (folder / "text.txt").write_text("".join(words))
+    for name, content in CARRIED.items():
+        (folder / name).write_bytes(content)
     return folder
 
 
@@ -143,6 +141,18 @@ def test_export_and_checkpoint_hold_the_trained_model(whole: Any) -> None:
     assert_bitwise_equal(load_model(whole.output / "checkpoints"), whole.state.model)
 
 
+def test_export_of_a_new_model_carries_the_files_of_its_folder(whole: Any) -> None:
+    assert {name: (whole.output / "hf" / name).read_bytes() for name in CARRIED} == CARRIED
+
+
+def test_bf16_run_keeps_float32_masters(config: RunConfig) -> None:
+    result = train(changed(config, "train", dtype="bfloat16", steps=3, eval_every=0, checkpoint_every=0))
+    records = read_jsonl(result.output / "metrics.jsonl")
+    assert result.state.model.dtype == jax.numpy.bfloat16
+    assert {leaf.dtype for leaf in jax.tree.leaves(result.state.model)} == {np.dtype(np.float32)}
+    assert records[2]["loss"] < records[0]["loss"]
+
+
 def test_resumed_run_equals_the_uninterrupted_one_bit_for_bit(whole: Any, config: RunConfig, monkeypatch: Any) -> None:
     with monkeypatch.context() as patch:
         signal_at(patch, 1, times=2)
@@ -173,7 +183,7 @@ def test_resume_refuses_another_model_and_logs_other_settings(
         signal_at(patch, 1)
         train(config)
     resumed = changed(config, "train", resume=True)
-    (tmp_path / "config.json").write_text(json.dumps(HF | {"num_local_experts": 8}))
+    (tmp_path / "config.json").write_text(json.dumps(TINY | {"num_local_experts": 8}))
     with pytest.raises(ConfigError, match="num_experts is 4 there and 8 in this run"):
         train(changed(resumed, "model", path=str(tmp_path)))
     with pytest.raises(ConfigError, match=r"train.steps is 1, but the checkpoint .* already of step 2"):
@@ -236,7 +246,7 @@ def test_every_mesh_gives_the_same_losses(whole: Any, config: RunConfig) -> None
 @pytest.fixture(scope="module")
 def plain() -> Any:
     moe_jax.init({"expert_parallel_degree": 2})
-    return moe_jax.transform(HF, MoEConfig(moe_load_balancing="none", moe_z_loss_coeff=0.0), remat="none")
+    return moe_jax.transform(TINY, MoEConfig(moe_load_balancing="none", moe_z_loss_coeff=0.0), remat="none")
 
 
 @pytest.fixture
@@ -293,14 +303,14 @@ def test_step_donates_its_state_and_compiles_once(config: RunConfig) -> None:
     moe_jax.init(config.parallel)
     optimizer, schedule = make_optimizer(config.optimizer, STEPS), make_schedule(config.optimizer, STEPS)
     step = make_train_step(optimizer, schedule)
-    model = moe_jax.transform(HF, config.moe)
+    model = moe_jax.transform(TINY, config.moe)
     state = TrainState(model, jax.jit(optimizer.init)(model), replicated(np.int32(0)))
     batch = put_batch(rows(8), 1)
     for _ in range(3):
         before, (state, metrics) = state, step(state, batch)
     assert all(leaf.is_deleted() for leaf in jax.tree.leaves(before))
     assert int(state.step) == 3
-    assert step._cache_size() == 1
+    assert train_module.num_compilations(step) == 1
     np.testing.assert_allclose(metrics.learning_rate, schedule(2), rtol=1e-6)
 
 
@@ -322,6 +332,28 @@ def test_impossible_settings_are_refused_by_name(config: RunConfig, section: str
         train(changed(config, section, **values))
 
 
+@contextlib.contextmanager
+def platforms(value: str) -> Iterator[None]:
+    """JAX's list of platforms as if it had been started with another; its devices are found already."""
+    before = jax.config.jax_platforms  # pyright: ignore[reportAttributeAccessIssue]
+    jax.config.update("jax_platforms", value)
+    yield
+    jax.config.update("jax_platforms", before)
+
+
+def test_the_cpu_is_taken_only_where_it_was_asked_for(config: RunConfig, monkeypatch: Any, caplog: Any) -> None:  # C98
+    monkeypatch.delenv("XLA_FLAGS")
+    with monkeypatch.context() as patch, platforms(""):
+        with pytest.raises(ConfigError, match=r"device is 'auto', but JAX found only CPU devices; .*--devices N"):
+            train(config)
+        patch.setenv("XLA_FLAGS", "--xla_force_host_platform_device_count=8")
+        train_module._check_devices(config)
+    with caplog.at_level(logging.INFO, "moe_jax"):
+        train_module._check_devices(config)  # JAX_PLATFORMS=cpu
+    assert "expected a multiple of" in caplog.text
+    assert "= 2 x 1, found 8 of kind cpu in 1 process(es), 8 of them in this one" in caplog.text
+
+
 @pytest.mark.parametrize(("section", "values", "message"), [
     ("train", {"accumulation_steps": 3}, "multiple of train.accumulation_steps"),
     ("optimizer", {"warmup_steps": 99}, "warmup_steps is 99"),
@@ -337,7 +369,7 @@ def test_settings_that_exclude_each_other_are_refused(
 def test_router_without_gradient_and_idle_coefficient_are_said_once(
     config: RunConfig, tmp_path: Path, monkeypatch: Any, caplog: Any
 ) -> None:
-    (tmp_path / "config.json").write_text(json.dumps(HF | {"num_experts_per_tok": 1}))  # C06
+    (tmp_path / "config.json").write_text(json.dumps(TINY | {"num_experts_per_tok": 1}))  # C06
     monkeypatch.setattr(train_module._Run, "run", lambda self: None)
     with caplog.at_level(logging.INFO, "moe_jax"), contextlib.suppress(Exception):
         train(changed(config, "model", path=str(tmp_path)))
