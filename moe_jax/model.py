@@ -160,7 +160,7 @@ class CausalLM(nnx.Module):
         for position, layer in enumerate(run.pattern):
             indices = run.start + position + len(run.pattern) * jnp.arange(run.repeats)
             keys = (fold_keys(dense_key, indices), fold_keys(moe_key, indices))
-            blocks.append(jax.vmap(lambda keys, layer=layer: Block(config, moe, layer, keys))(keys))
+            blocks.append(jax.lax.map(lambda keys, layer=layer: Block(config, moe, layer, keys), keys))
         return nnx.List(blocks)
 
     def __call__(

@@ -57,11 +57,16 @@ def compiled_step(mesh: str, all_to_all: bool = True, tied: bool = False):
 )
 def test_the_step_sends_what_the_formula_says_and_nothing_else(mesh: str, all_to_all: bool, tied: bool) -> None:
     hlo = compiled_step(mesh, all_to_all, tied).as_text()
-    expert, fsdp, replica = MESHES[mesh]
+    shape = dict(zip(("expert", "fsdp", "replica"), MESHES[mesh], strict=True))
     expected = step_collectives(
-        model_config(tied), {"replica": replica, "fsdp": fsdp, "expert": expert}, rows=ROWS, length=LENGTH, item_bytes=4, all_to_all=all_to_all,
+        model_config(tied),
+        shape,
+        rows=ROWS,
+        length=LENGTH,
+        item_bytes=4,
+        all_to_all=all_to_all,
         gradient_kind="all-reduce",
-    )  # fmt: skip
+    )
     assert read_collectives(hlo, SMALL) == {c: n for c, n in expected.items() if c.num_bytes >= SMALL}
 
 

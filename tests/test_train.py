@@ -18,6 +18,7 @@ import pytest
 from numpy_hf import TINY
 
 import moe_jax
+from moe_jax import hf
 from moe_jax import train as train_module
 from moe_jax.checkpoint import complete_steps, load_model, named_arrays, replicated
 from moe_jax.config import MoEConfig, ParallelConfig
@@ -371,6 +372,7 @@ def test_router_without_gradient_and_idle_coefficient_are_said_once(
 ) -> None:
     (tmp_path / "config.json").write_text(json.dumps(TINY | {"num_experts_per_tok": 1}))  # C06
     monkeypatch.setattr(train_module._Run, "run", lambda self: None)
+    hf._warn_once.cache_clear()
     with caplog.at_level(logging.INFO, "moe_jax"), contextlib.suppress(Exception):
         train(changed(config, "model", path=str(tmp_path)))
     assert sum("gives the router no gradient" in message for message in caplog.messages) == 1
