@@ -179,10 +179,8 @@ class CausalLM(nnx.Module):
         segment_ids: int [B, S]; 0 is padding, other numbers are documents, which do not see each other. None: no padding.
         positions: int [B, S]; by default they count from 0 in every segment.
         train: route by `moe_load_balancing`; False: by the model's own rule.
-        key: for randomness of the router; nothing here uses any, so only None is taken.
+        key: a PRNG key for randomness in the router; no balancing mode draws any yet, so it may be None.
         """
-        if key is not None:
-            raise ConfigError("key is given, but no setting of this model uses randomness; leave it None")
         if tokens_BS.ndim != 2:
             raise ConfigError(f"tokens have shape {tokens_BS.shape}, but must be [batch, sequence]")
         num_rows = tokens_BS.shape[0]

@@ -176,5 +176,5 @@ def test_wrong_shapes_are_named(values) -> None:
         moe_jax.ConfigError, match=r"segment_ids has shape \(2, 3\), but must have the tokens' \(2, 4\)"
     ):
         model(jnp.zeros((2, 4), jnp.int32), jnp.zeros((2, 3), jnp.int32))
-    with pytest.raises(moe_jax.ConfigError, match="key is given"):
-        model(jnp.zeros((2, 4), jnp.int32), key=jax.random.key(0))
+    with pytest.raises(moe_jax.ConfigError, match=r"tokens have shape \(4,\), but must be \[batch, sequence\]"):
+        model(jnp.zeros(4, jnp.int32), key=jax.random.key(0))

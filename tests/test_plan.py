@@ -10,13 +10,14 @@ import pytest
 from meshes import MESHES, start
 
 import moe_jax
+from moe_jax.checkpoint import TrainState
 from moe_jax.config import LayerConfig, ModelConfig, MoEConfig, RopeConfig
 from moe_jax.hf import abstract_model
 from moe_jax.optim import make_optimizer, make_schedule
 from moe_jax.plan import read_collectives, step_collectives
 from moe_jax.run_config import OptimizerConfig
 from moe_jax.sharding import BATCH, P
-from moe_jax.train import TrainState, make_train_step
+from moe_jax.train_step import make_train_step
 
 ROWS, LENGTH = 16, 24
 # Larger than any norm's gradient or statistic (48 or 8 numbers), smaller than every matrix and exchange buffer.

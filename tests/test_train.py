@@ -20,21 +20,14 @@ from numpy_hf import TINY
 import moe_jax
 from moe_jax import hf
 from moe_jax import train as train_module
-from moe_jax.checkpoint import complete_steps, load_model, named_arrays, replicated
+from moe_jax.checkpoint import TrainState, complete_steps, load_model, named_arrays, replicated
 from moe_jax.config import MoEConfig, ParallelConfig
 from moe_jax.errors import ConfigError
 from moe_jax.metrics import Reporter, read_jsonl
 from moe_jax.optim import make_optimizer, make_schedule
 from moe_jax.run_config import DataConfig, ModelSettings, OptimizerConfig, RunConfig, TrainSettings
-from moe_jax.train import (
-    TrainingDiverged,
-    TrainState,
-    accumulated_gradients,
-    evaluate,
-    make_train_step,
-    put_batch,
-    train,
-)
+from moe_jax.train import TrainingDiverged, train
+from moe_jax.train_step import accumulated_gradients, evaluate, make_train_step, put_batch
 
 CARRIED = {"tokenizer.json": b"{ }", "chat_template.jinja": b"{{ x }}", "generation_config.json": b'{"top_k":  3}'}
 STEPS, SEQ_LEN = 6, 16
