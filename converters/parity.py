@@ -172,6 +172,22 @@ def verify(
     return compare_outputs(ours, ids, reference, router_logits, length)
 
 
+def warm_up_torch() -> None:
+    """Calls torch's elementwise functions once on one element, in this thread; before a reference is computed.
+
+    The MKL of torch's wheels chooses a function's kernel at its first call. When that call runs in several threads at once,
+    one of them may use a kernel with half the digits: a rotary table off by 1e-4, once in some hundred processes
+    (pytorch/pytorch issue 188792).
+    """
+    import torch
+
+    for dtype in (torch.float32, torch.float64):
+        one = torch.full((1,), 0.5, dtype=dtype)
+        for function in ("acos", "asin", "atan", "cos", "erf", "erfc", "exp", "expm1", "log", "log1p", "log2", "log10",
+                         "rsqrt", "sigmoid", "sin", "sinh", "sqrt", "tan", "tanh"):  # fmt: skip
+            getattr(torch, function)(one)
+
+
 def _reference(
     folder: str | Path, tokens: np.ndarray, dtype: str, *, has_routers: bool
 ) -> tuple[np.ndarray, np.ndarray]:
@@ -181,6 +197,7 @@ def _reference(
         from transformers import AutoModelForCausalLM
     except ImportError as error:
         raise ConfigError(f"verify needs torch and transformers, but {error.name} is not installed") from None
+    warm_up_torch()
     options: dict[str, Any] = {"attn_implementation": "eager", "experts_implementation": "eager"}
     model = AutoModelForCausalLM.from_pretrained(
         folder, dtype=getattr(torch, dtype), local_files_only=True, **options

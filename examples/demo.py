@@ -23,7 +23,7 @@ from rich.console import Console
 from rich.table import Table
 
 import moe_jax
-from converters.parity import MAX_RELATIVE_NORM, relative_norm
+from converters.parity import MAX_RELATIVE_NORM, relative_norm, warm_up_torch
 from moe_jax.checkpoint import load_model
 from moe_jax.cli import parse_run, simulate_devices
 from moe_jax.data import embedded_corpus
@@ -125,6 +125,7 @@ def compare_with_transformers(checkpoints: Path, export: Path) -> float:
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
+    warm_up_torch()
     tokenizer = AutoTokenizer.from_pretrained(export)
     theirs = AutoModelForCausalLM.from_pretrained(export).eval()
     tokens = np.array([tokenizer("\n\n".join(embedded_corpus())[:4000])["input_ids"][:256]], np.int32)

@@ -8,6 +8,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+from converters.parity import warm_up_torch
+
 _COMMON: dict[str, Any] = {
     "vocab_size": 96,
     "hidden_size": 32,
@@ -95,6 +97,7 @@ def make_model(variant: str, *, dtype: str = "float32", seed: int = 0, **config_
 
     from transformers import AutoConfig, AutoModelForCausalLM
 
+    warm_up_torch()
     settings = copy.deepcopy(_COMMON | VARIANTS[variant] | config_overrides)
     config = AutoConfig.for_model(settings.pop("model_type"), **settings)
     options = {"attn_implementation": "eager", "experts_implementation": "eager"}
