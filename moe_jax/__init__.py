@@ -8,6 +8,7 @@ from moe_jax.errors import ConfigError
 from moe_jax.mesh import init, is_initialized, state
 
 if TYPE_CHECKING:
+    from moe_jax.expert_bias import update_expert_bias
     from moe_jax.hf import save_pretrained, transform
     from moe_jax.losses import next_token_loss, training_loss
     from moe_jax.model import CausalLM, ModelOutput
@@ -20,6 +21,7 @@ _LAZY = {
     "ModelOutput": "moe_jax.model",
     "next_token_loss": "moe_jax.losses",
     "training_loss": "moe_jax.losses",
+    "update_expert_bias": "moe_jax.expert_bias",
 }
 
 __all__ = [
@@ -35,6 +37,7 @@ __all__ = [
     "state",
     "training_loss",
     "transform",
+    "update_expert_bias",
 ]
 
 

@@ -24,6 +24,7 @@ from safetensors import SafetensorError
 
 from moe_jax.config import LayerConfig, ModelConfig, MoEConfig, RopeConfig
 from moe_jax.errors import ConfigError, refuse_unknown
+from moe_jax.expert_bias import is_expert_bias
 from moe_jax.mesh import state as mesh_state
 from moe_jax.model import CausalLM
 from moe_jax.optim import leaf_names
@@ -33,7 +34,7 @@ PARAMS, OPT_STATE, RUN = "params", "opt_state", "run"
 UNFINISHED = ".unfinished"
 MODEL_FILE, SOURCE_FOLDER = "model_config.json", "hf"
 # Settings that may differ between a run and its continuation without a word.
-NOT_COMPARED = ("output", "train.resume")
+NOT_COMPARED = ("output", "train.resume", "train.collapse_load", "train.collapse_steps")
 NAMES_SHOWN = 12  # of a list of missing or unexpected arrays
 
 logger = logging.getLogger("moe_jax")
@@ -171,16 +172,19 @@ def abstract_arrays(tree: Any) -> dict[str, jax.ShapeDtypeStruct]:
 def read_arrays(folder: Path, wanted: dict[str, jax.ShapeDtypeStruct]) -> dict[str, jax.Array]:
     """Returns the arrays of a saved flat dict, each born in the sharding of `wanted`.
 
-    Raises `ConfigError` with the names where the folder holds fewer, more, or other-shaped arrays than wanted.
+    Raises `ConfigError` with the names where the folder holds fewer, more, or other-shaped arrays than wanted. Only the experts'
+    selection biases may come and go with the balancing mode: they start at zero or are left behind, with a log line.
     """
     if not folder.is_dir():
         raise ConfigError(f"the checkpoint has no {folder.name!r}: {str(folder)!r} does not exist")
     handler = ocp.StandardCheckpointHandler()
     path: Any = folder  # annotated as another path class, which takes this one
     stored = handler.metadata(path).tree
+    fresh = {name for name in set(wanted) - set(stored) if is_expert_bias(name)}
+    surplus = {name for name in set(stored) - set(wanted) if is_expert_bias(name)}
     problems = [
-        _listing("is missing", set(wanted) - set(stored)),
-        _listing("has unexpected", set(stored) - set(wanted)),
+        _listing("is missing", set(wanted) - set(stored) - fresh),
+        _listing("has unexpected", set(stored) - set(wanted) - surplus),
         _listing("has in another shape or dtype", [
             f"{name} ({tuple(stored[name].shape)} {stored[name].dtype}, wanted {want.shape} {want.dtype})"
             for name, want in wanted.items()
@@ -189,8 +193,23 @@ def read_arrays(folder: Path, wanted: dict[str, jax.ShapeDtypeStruct]) -> dict[s
     ]  # fmt: skip
     if any(problems):
         raise ConfigError(f"the checkpoint {str(folder)!r} {'; it '.join(filter(None, problems))}")
+    asked = {name: want for name, want in wanted.items() if name not in fresh}
+    asked |= {name: _replicated_like(stored[name]) for name in surplus}
     with ocp.Checkpointer(handler) as checkpointer:
-        return checkpointer.restore(folder, args=ocp.args.StandardRestore(wanted))
+        arrays = checkpointer.restore(folder, args=ocp.args.StandardRestore(asked))
+    if fresh:
+        logger.warning("%s: the checkpoint has no selection biases, they start at zero", folder.name)
+    if surplus:
+        logger.warning("%s: the checkpoint's selection biases are left behind", folder.name)
+    zeros = {
+        name: jax.device_put(np.zeros(wanted[name].shape, wanted[name].dtype), wanted[name].sharding) for name in fresh
+    }
+    return {name: arrays[name] for name in wanted if name not in fresh} | zeros
+
+
+def _replicated_like(stored: Any) -> jax.ShapeDtypeStruct:
+    sharding = NamedSharding(mesh_state.mesh, PartitionSpec())
+    return jax.ShapeDtypeStruct(tuple(stored.shape), stored.dtype, sharding=sharding)
 
 
 def _listing(verb: str, names: Any) -> str:

@@ -12,7 +12,13 @@ from typing import Any, Literal
 
 from moe_jax.errors import ConfigError, refuse_unknown, require
 
-BALANCING_MODES = ("sinkhorn", "aux_loss", "none")
+BALANCING_MODES = ("sinkhorn", "balanced", "aux_loss", "expert_bias", "none")
+HF_MODES = ("aux_loss", "none")  # those whose training routes as the Hugging Face block does
+BALANCE_SCOPES = ("global", "local")
+AUX_LOSS_FORMS = ("megatron", "hf", "sequence")
+EXPERT_BIAS_UPDATES = ("sign", "proportional")
+TOKEN_DROP_POLICIES = ("probs", "position")
+ROUTER_DTYPES = ("float32", "compute")
 ROPE_TYPES = ("default", "linear", "dynamic", "yarn", "llama3")
 REMAT_POLICIES = ("full", "dispatched", "none")
 ACTIVATIONS = ("silu", "gelu", "gelu_pytorch_tanh", "relu")
@@ -87,46 +93,122 @@ class ParallelConfig:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MoEConfig:
-    """The switches of the MoE layers, with SMP v2's names.
+    """The switches of the MoE layers; names as in SMP v2, and beyond it as in Megatron-LM where that has one.
 
-    smp_moe: False runs the Hugging Face block: no token exchange (`expert_parallel_degree` must be 1), no sinkhorn.
-    random_seed: seed of the router's and the experts' initial parameters.
-    moe_load_balancing: "sinkhorn" (training routes by a balanced plan, no gradient through the iteration), "aux_loss"
-        (the Hugging Face routing, with `moe_aux_loss_coeff` times the load-balancing loss), "none". Evaluation always
-        uses the model's own routing.
-    global_token_shuffle: only False.
+    smp_moe: False runs the Hugging Face block: no token exchange (`expert_parallel_degree` must be 1) and its own routing
+        (`moe_load_balancing` "aux_loss" or "none").
+    random_seed: seed of the router's and the experts' initial parameters, and of the router's noise and the shuffle.
+    moe_load_balancing: how training routes; evaluation always uses the model's own routing.
+        "sinkhorn": top-k of the logits scaled by a balanced transport plan, without gradient through the iteration.
+        "balanced": an assignment that gives every expert floor or ceil of N k / E tokens, close to the best total logit.
+        "aux_loss": the Hugging Face routing, with `moe_aux_loss_coeff` times the load-balancing loss.
+        "expert_bias": top-k of probability + a bias per expert, which is moved against the load error after every step.
+        "none": the Hugging Face routing.
+    balance_scope: the tokens that a plan (sinkhorn, balanced), the "megatron" loss and a capacity are taken over: "global",
+        all of the micro-batch, or "local", each device's own, as SMP does.
+    global_token_shuffle: in training, permutes the tokens over the ranks of an expert group before they are routed, and back
+        afterwards; outputs stay the same up to rounding, except for plans of local scope. Needs `key`.
     moe_all_to_all_dispatcher: True exchanges tokens by all-to-all, False by all-gather and reduce-scatter.
-    moe_aux_loss_coeff: weight of the load-balancing loss; applies under "aux_loss" only.
+    moe_aux_loss_coeff: weight of the load-balancing loss; applies under "aux_loss", and under "expert_bias" with form "sequence".
+    moe_aux_loss_form: "megatron": per layer, 1 at balance for any k, summed over layers. "hf": pooled over the layers, k at
+        balance, as in transformers. "sequence": per row of the batch and layer, 1 at balance (DeepSeek-V3, arXiv:2412.19437,
+        eq. 17 to 20); beside "expert_bias" it is that paper's complementary loss.
     moe_z_loss_coeff: weight of mean(logsumexp(router logits)^2), under every mode.
+    moe_router_dtype: "float32" takes the router's product in float32, "compute" in the model's compute dtype, as transformers
+        does; softmax, plans and losses are float32 either way.
+    moe_input_jitter_eps: in training, the router's input is multiplied by uniform noise from [1 - eps, 1 + eps] (Switch
+        Transformer, arXiv:2101.03961), seeded per token of the global batch; the experts see the clean input. Needs `key`.
+    moe_expert_capacity_factor: in training, an expert computes at most ceil(factor N k / E) tokens; the others pass through the
+        residual connection only and are counted as dropped. None drops nothing.
+    moe_token_drop_policy: whom an overfull expert keeps: "probs", the most probable tokens, or "position", the first ones.
+    expert_bias_update, expert_bias_update_rate: after each step the bias moves by rate * sign(mean load - load), or by
+        rate * (mean load - load) / mean load (arXiv:2408.15664).
     sinkhorn_max_iterations, sinkhorn_tolerance: the iteration stops when the column sums are within
         `sinkhorn_tolerance` (relative) of their target, at the latest after `sinkhorn_max_iterations`.
+    benchmark_only_uniform_routing: token t goes to the experts t k, ..., t k + k - 1 (mod E), whatever the router says, so that a
+        benchmark has a fixed load; a model trained with it is spoilt, and `moe-jax train` refuses it.
     """
 
     smp_moe: bool = True
     random_seed: int = 12345
-    moe_load_balancing: Literal["sinkhorn", "aux_loss", "none"] = "sinkhorn"
+    moe_load_balancing: Literal["sinkhorn", "balanced", "aux_loss", "expert_bias", "none"] = "sinkhorn"
+    balance_scope: Literal["global", "local"] = "global"
     global_token_shuffle: bool = False
     moe_all_to_all_dispatcher: bool = True
     moe_aux_loss_coeff: float = 0.001
+    moe_aux_loss_form: Literal["megatron", "hf", "sequence"] = "megatron"
     moe_z_loss_coeff: float = 0.001
+    moe_router_dtype: Literal["float32", "compute"] = "float32"
+    moe_input_jitter_eps: float = 0.0
+    moe_expert_capacity_factor: float | None = None
+    moe_token_drop_policy: Literal["probs", "position"] = "probs"
+    expert_bias_update: Literal["sign", "proportional"] = "sign"
+    expert_bias_update_rate: float = 0.001
     sinkhorn_max_iterations: int = 64
     sinkhorn_tolerance: float = 1e-3
+    benchmark_only_uniform_routing: bool = False
 
     def __post_init__(self) -> None:
-        mode = self.moe_load_balancing
-        require(mode in BALANCING_MODES, "moe_load_balancing", mode, f"one of {', '.join(map(repr, BALANCING_MODES))}")
-        for name in ("smp_moe", "global_token_shuffle", "moe_all_to_all_dispatcher"):
+        for name, allowed in (
+            ("moe_load_balancing", BALANCING_MODES),
+            ("balance_scope", BALANCE_SCOPES),
+            ("moe_aux_loss_form", AUX_LOSS_FORMS),
+            ("moe_router_dtype", ROUTER_DTYPES),
+            ("moe_token_drop_policy", TOKEN_DROP_POLICIES),
+            ("expert_bias_update", EXPERT_BIAS_UPDATES),
+        ):
+            require(
+                getattr(self, name) in allowed, name, getattr(self, name), f"one of {', '.join(map(repr, allowed))}"
+            )
+        for name in ("smp_moe", "global_token_shuffle", "moe_all_to_all_dispatcher", "benchmark_only_uniform_routing"):
             require(isinstance(getattr(self, name), bool), name, getattr(self, name), "True or False")
-        require(self.smp_moe or mode != "sinkhorn", "moe_load_balancing", mode,
-                "'aux_loss' or 'none' with smp_moe=False: the Hugging Face block routes by its own rule")  # fmt: skip
-        require(not self.global_token_shuffle, "global_token_shuffle", True, "False (the shuffle is not built)")
         require(_is_int(self.random_seed) and self.random_seed >= 0, "random_seed", self.random_seed, "an integer >= 0")
         for name in ("moe_aux_loss_coeff", "moe_z_loss_coeff"):
             value = getattr(self, name)
             require(_is_number(value) and 0 <= value < float("inf"), name, value, "a finite number >= 0")
+        eps, factor, rate = self.moe_input_jitter_eps, self.moe_expert_capacity_factor, self.expert_bias_update_rate
+        require(_is_number(eps) and 0 <= eps < 1, "moe_input_jitter_eps", eps, "a number from 0 to below 1")
+        require(factor is None or (_is_number(factor) and 0 < factor < float("inf")), "moe_expert_capacity_factor", factor,
+                "a positive number, or None to drop nothing")  # fmt: skip
+        require(_is_number(rate) and 0 < rate < float("inf"), "expert_bias_update_rate", rate, "a positive number")
         cap, tol = self.sinkhorn_max_iterations, self.sinkhorn_tolerance
         require(_is_int(cap) and cap >= 1, "sinkhorn_max_iterations", cap, "a positive integer")
         require(_is_number(tol) and tol > 0, "sinkhorn_tolerance", tol, "a positive number")
+        self._refuse_what_has_no_effect()
+
+    def _refuse_what_has_no_effect(self) -> None:
+        mode, form = self.moe_load_balancing, self.moe_aux_loss_form
+        if not self.smp_moe:
+            require(mode in HF_MODES, "moe_load_balancing", mode,
+                    "'aux_loss' or 'none' with smp_moe=False: the Hugging Face block routes by its own rule")  # fmt: skip
+            for name in ("global_token_shuffle", "moe_input_jitter_eps", "moe_expert_capacity_factor"):
+                require(not getattr(self, name), name, getattr(self, name), "left out with smp_moe=False")
+        require(form == "megatron" or mode == "aux_loss" or (form == "sequence" and mode == "expert_bias"),
+                "moe_aux_loss_form", form, "'megatron' unless moe_load_balancing is 'aux_loss' (or 'expert_bias', which takes "
+                f"'sequence'), but that is {mode!r}")  # fmt: skip
+        has_scope = mode in ("sinkhorn", "balanced") or (mode == "aux_loss" and form == "megatron")
+        require(self.balance_scope == "global" or has_scope or self.moe_expert_capacity_factor is not None,
+                "balance_scope", self.balance_scope, "'global' unless moe_load_balancing is 'sinkhorn', 'balanced' or 'aux_loss' "
+                f"(form 'megatron') or there is a capacity, but that is {mode!r} (form {form!r})")  # fmt: skip
+        require(self.moe_token_drop_policy == "probs" or self.moe_expert_capacity_factor is not None,
+                "moe_token_drop_policy", self.moe_token_drop_policy, "'probs' without moe_expert_capacity_factor")  # fmt: skip
+        for name in ("expert_bias_update", "expert_bias_update_rate"):
+            default = MoEConfig.__dataclass_fields__[name].default
+            require(getattr(self, name) == default or mode == "expert_bias", name, getattr(self, name),
+                    f"left at {default!r} unless moe_load_balancing is 'expert_bias', but that is {mode!r}")  # fmt: skip
+        require(not self.benchmark_only_uniform_routing or mode == "none", "moe_load_balancing", mode,
+                "'none' with benchmark_only_uniform_routing")  # fmt: skip
+
+    @property
+    def draws_random_numbers(self) -> bool:
+        """Whether training needs a PRNG key."""
+        return self.global_token_shuffle or self.moe_input_jitter_eps > 0
+
+    @property
+    def uses_aux_loss(self) -> bool:
+        """Whether `moe_aux_loss_coeff` times the load-balancing loss is part of the training loss."""
+        mode = self.moe_load_balancing
+        return mode == "aux_loss" or (mode == "expert_bias" and self.moe_aux_loss_form == "sequence")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

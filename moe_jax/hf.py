@@ -19,6 +19,7 @@ import converters
 from converters.io import carried_files
 from moe_jax.config import ModelConfig, MoEConfig
 from moe_jax.errors import ConfigError
+from moe_jax.expert_bias import is_expert_bias
 from moe_jax.mesh import state
 from moe_jax.model import CausalLM, named_parameters
 from moe_jax.sharding import parameter_shardings
@@ -57,7 +58,8 @@ def transform(
     abstract = abstract_model(
         loaded.model_config, moe, _compute_dtype(dtype, loaded.source), loaded.source, remat=remat
     )
-    return fill(abstract, loaded.read)
+    _note_router_noise(loaded.source.config, moe)
+    return fill(abstract, partial(_read_parameter, abstract, loaded.read))
 
 
 def save_pretrained(model: CausalLM, folder: str | Path, max_shard_size: int | str | None = None) -> None:
@@ -97,6 +99,14 @@ def fill(abstract: CausalLM, read: Callable[[str, Any], np.ndarray]) -> CausalLM
     named = zip(named_parameters(abstract), jax.tree.leaves(abstract), strict=True)
     arrays = [_read_shards(leaf, partial(read, name)) for name, leaf in named]
     return jax.tree.unflatten(jax.tree.structure(abstract), arrays)
+
+
+def _read_parameter(abstract: CausalLM, read: Callable[[str, Any], np.ndarray], name: str, index: Any) -> np.ndarray:
+    """A slice of the checkpoint's parameter; a selection bias, which no family here stores, starts at zero."""
+    if is_expert_bias(name):
+        (leaf,) = jax.tree.leaves(named_parameters(abstract)[name])
+        return np.zeros([len(range(*s.indices(n))) for s, n in zip(index, leaf.shape, strict=True)], leaf.dtype)
+    return read(name, index)
 
 
 def _read_shards(leaf: jax.ShapeDtypeStruct, read: Callable[[Any], np.ndarray]) -> jax.Array:
@@ -158,6 +168,7 @@ def from_config(
     own = _dtype_name(hf_config.get("dtype") or hf_config.get("torch_dtype") or "float32")
     model_config, source = converters.new_source(dict(hf_config), files, own)
     _check(model_config, moe)
+    _note_router_noise(hf_config, moe)
     return _init_sharded(_constructor(model_config, moe, _compute_dtype(dtype, source), source, remat))
 
 
@@ -242,15 +253,29 @@ def _check(config: ModelConfig, moe: MoEConfig) -> None:
         )
     if not moe.smp_moe and state.expert_size > 1:
         raise ConfigError(f"smp_moe is False, but expert_parallel_degree is {state.expert_size}; it must then be 1")
-    if moe.moe_load_balancing != "aux_loss" and moe.moe_aux_loss_coeff:
+    if not moe.uses_aux_loss and moe.moe_aux_loss_coeff:
         _warn_once(
             f"moe_aux_loss_coeff {moe.moe_aux_loss_coeff:g} has no effect with moe_load_balancing="
             f"{moe.moe_load_balancing!r}: it applies under 'aux_loss' only"
+        )
+    if moe.benchmark_only_uniform_routing:
+        _warn_once(
+            "benchmark_only_uniform_routing: tokens go to experts in turn, whatever the router says; for benchmarks only"
         )
     if config.num_experts_per_tok == 1 and config.norm_topk_prob:
         _warn_once(
             "num_experts_per_tok is 1 with norm_topk_prob: the combine weight is always 1, so the language-model loss "
             "gives the router no gradient"
+        )
+
+
+def _note_router_noise(hf_config: Mapping[str, Any], moe: MoEConfig) -> None:
+    """MoEConfig decides about router noise; says so where the checkpoint asks for some."""
+    noise = hf_config.get("router_jitter_noise") or 0
+    if noise and not moe.moe_input_jitter_eps:
+        _warn_once(
+            f"router_jitter_noise {noise:g} of the model's config is not applied: set moe_input_jitter_eps in MoEConfig "
+            "(transformers' noise reaches the experts too, this one the router alone)"
         )
 
 

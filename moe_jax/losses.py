@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from moe_jax.config import MoEConfig
 from moe_jax.errors import refuse_unknown
 
 # Hugging Face's label for "no loss here".
@@ -22,7 +23,7 @@ BATCH_KEYS = ("tokens", "segment_ids", "positions", "labels")
 class Losses:
     """The unweighted parts of the training loss, float32 scalars, and what the routers did.
 
-    ce: mean cross entropy over the `count` counted labels; aux, z: sums over the MoE layers.
+    ce: mean cross entropy over the `count` counted labels; aux, z: `ModelOutput.aux_loss` and `z_loss`.
     """
 
     ce: Any
@@ -75,17 +76,25 @@ def next_token_loss(
     return jnp.sum(jnp.where(counted_BS, nll_BS, 0.0)) / jnp.maximum(count, 1), count
 
 
-def training_loss(model: Any, batch: dict[str, jax.Array], key: jax.Array | None) -> tuple[jax.Array, Losses]:
+def training_loss(
+    model: Any, batch: dict[str, jax.Array], key: jax.Array | None, *, first_row: jax.Array | int = 0
+) -> tuple[jax.Array, Losses]:
     """Returns the loss to differentiate and its parts.
 
-    Cross entropy + `moe_z_loss_coeff` * z, and under `moe_load_balancing` "aux_loss" + `moe_aux_loss_coeff` * aux.
+    Cross entropy + `moe_z_loss_coeff` * z, and where the config uses it + `moe_aux_loss_coeff` * aux.
     batch: tokens [B, S], and optionally segment_ids, positions and labels of the same shape; other keys are refused.
+    key, first_row: as in `CausalLM.__call__`.
     """
     refuse_unknown("the batch", batch, BATCH_KEYS)
     tokens_BS, segment_ids_BS = batch["tokens"], batch.get("segment_ids")
-    output = model(tokens_BS, segment_ids_BS, batch.get("positions"), train=True, key=key)
+    output = model(tokens_BS, segment_ids_BS, batch.get("positions"), train=True, key=key, first_row=first_row)
     ce, count = next_token_loss(output.logits, tokens_BS, segment_ids_BS, batch.get("labels"))
-    loss = ce + model.moe.moe_z_loss_coeff * output.z_loss
-    if model.moe.moe_load_balancing == "aux_loss":
-        loss = loss + model.moe.moe_aux_loss_coeff * output.aux_loss
-    return loss, Losses(ce, output.aux_loss, output.z_loss, count, output.router)
+    return ce + router_loss(model.moe, output.aux_loss, output.z_loss), Losses(
+        ce, output.aux_loss, output.z_loss, count, output.router
+    )
+
+
+def router_loss(moe: MoEConfig, aux: jax.Array, z: jax.Array) -> jax.Array:
+    """Returns the routers' part of the training loss, weighted by their coefficients."""
+    loss = moe.moe_z_loss_coeff * z
+    return loss + moe.moe_aux_loss_coeff * aux if moe.uses_aux_loss else loss

@@ -20,8 +20,8 @@ from moe_jax.layers.init import fold_keys
 from moe_jax.layers.mlp import MLP
 from moe_jax.layers.norm import RMSNorm
 from moe_jax.layers.rope import rope_tables, segment_positions
-from moe_jax.moe.balance import RouterStatistics
 from moe_jax.moe.layer import DISPATCHED_NAME, ROUTING_NAME, MoE
+from moe_jax.moe.statistics import RouterStatistics, pooled_aux_loss
 from moe_jax.sharding import batch_spec, is_param
 from moe_jax.source import HFSource
 
@@ -78,7 +78,7 @@ class ModelOutput:
     """What a forward pass returns.
 
     logits: float32 [B, S, V].
-    aux_loss, z_loss: float32 scalars, unweighted sums over the MoE layers.
+    aux_loss, z_loss: float32 scalars, unweighted sums over the MoE layers ("hf" aux_loss: pooled over them).
     router: `RouterStatistics`, each field stacked over the L MoE layers.
     routing_ids: int32 [L, B, S, K], E for padding, if asked for.
     """
@@ -108,14 +108,14 @@ class Block(nnx.Module):
                            stddev=config.initializer_range)  # fmt: skip
 
     def __call__(
-        self, x_BSH: jax.Array, inputs: AttentionInputs, dtype: Any, *, train: bool
+        self, x_BSH: jax.Array, inputs: AttentionInputs, dtype: Any, **routing: Any
     ) -> tuple[jax.Array, tuple[RouterStatistics, jax.Array] | None]:
-        """(output, (statistics, expert ids) of an MoE layer)."""
+        """(output, (statistics, expert ids) of an MoE layer). routing: the keyword arguments of `MoE`."""
         x_BSH = x_BSH + self.attn(self.attn_norm(x_BSH), inputs, dtype)
         normed = self.mlp_norm(x_BSH)
         if isinstance(self.mlp, MLP):
             return x_BSH + self.mlp(normed, dtype), None
-        y_BSH, statistics, ids_BSK = self.mlp(normed, inputs.segment_ids_BS != 0, dtype, train=train)
+        y_BSH, statistics, ids_BSK = self.mlp(normed, inputs.segment_ids_BS != 0, dtype, **routing)
         return x_BSH + y_BSH, (statistics, ids_BSK)
 
 
@@ -158,8 +158,7 @@ class CausalLM(nnx.Module):
         """The run's blocks, one for each position of the pattern, their parameters stacked over the repeats."""
         blocks = []
         for position, layer in enumerate(run.pattern):
-            indices = run.start + position + len(run.pattern) * jnp.arange(run.repeats)
-            keys = (fold_keys(dense_key, indices), fold_keys(moe_key, indices))
+            keys = (_layer_keys(dense_key, run)[position], _layer_keys(moe_key, run)[position])
             blocks.append(jax.lax.map(lambda keys, layer=layer: Block(config, moe, layer, keys), keys))
         return nnx.List(blocks)
 
@@ -171,6 +170,7 @@ class CausalLM(nnx.Module):
         *,
         train: bool = False,
         key: jax.Array | None = None,
+        first_row: jax.Array | int = 0,
         return_routing: bool = False,
     ) -> ModelOutput:
         """Logits and router statistics of a batch.
@@ -179,23 +179,36 @@ class CausalLM(nnx.Module):
         segment_ids: int [B, S]; 0 is padding, other numbers are documents, which do not see each other. None: no padding.
         positions: int [B, S]; by default they count from 0 in every segment.
         train: route by `moe_load_balancing`; False: by the model's own rule.
-        key: a PRNG key for randomness in the router; no balancing mode draws any yet, so it may be None.
+        key: a PRNG key for the router's noise and the token shuffle, another one in every step; None where the config has neither.
+        first_row: the number of this batch's first row within the global batch of a step that is cut into micro-batches: a
+            token's noise depends on `key`, the layer and its own number.
         """
+        draws = train and self.moe.draws_random_numbers
+        if draws and key is None:
+            raise ConfigError(
+                "key is None, but training with moe_input_jitter_eps or global_token_shuffle needs a PRNG key"
+            )
         if tokens_BS.ndim != 2:
             raise ConfigError(f"tokens have shape {tokens_BS.shape}, but must be [batch, sequence]")
         num_rows = tokens_BS.shape[0]
         tokens_BS, inputs = self._prepare(tokens_BS, segment_ids, positions)
         x_BSH = self.embed(tokens_BS, self.dtype)
         collected = []
-        for run in self.runs:
-            x_BSH, outputs = self._run_layers(run, x_BSH, inputs, train=train, keep_ids=return_routing)
+        for run, layers in zip(self.runs, layer_runs(self.config.layers), strict=True):
+            keys = _layer_keys(key, layers) if draws and key is not None else None
+            x_BSH, outputs = self._run_layers(
+                run, x_BSH, inputs, keys, train=train, first_row=first_row, keep_ids=return_routing
+            )
             collected.append(outputs)
         x_BSH = self.final_norm(x_BSH)
         head = self.embed.head if self.config.tie_word_embeddings else self.lm_head
         logits = _keep_rows(head(x_BSH, self.dtype), num_rows)
         statistics, ids = _in_layer_order(collected, self.config)
         routing_ids = jax.vmap(lambda a: _keep_rows(a, num_rows))(ids) if return_routing else None
-        return ModelOutput(logits, jnp.sum(statistics.aux_loss), jnp.sum(statistics.z_loss), statistics, routing_ids)
+        aux_loss = jnp.sum(statistics.aux_loss)
+        if self.moe.moe_aux_loss_form == "hf":
+            aux_loss = pooled_aux_loss(statistics, self.config.num_experts_per_tok)
+        return ModelOutput(logits, aux_loss, jnp.sum(statistics.z_loss), statistics, routing_ids)
 
     def _prepare(self, tokens_BS, segment_ids, positions) -> tuple[jax.Array, AttentionInputs]:
         """Tokens padded to whole rows per device, with segments, positions and rotary tables, in the batch layout."""
@@ -208,20 +221,25 @@ class CausalLM(nnx.Module):
         cos_BSF, sin_BSF = rope_tables(self.config.rope, self.config.head_dim, positions_BS)
         return tokens_BS, AttentionInputs(cos_BSF, sin_BSF, segments_BS)
 
-    def _run_layers(self, run: nnx.List, x_BSH: jax.Array, inputs: AttentionInputs, *, train: bool, keep_ids: bool):
+    def _run_layers(
+        self, run: nnx.List, x_BSH: jax.Array, inputs: AttentionInputs, keys: tuple[jax.Array, ...] | None, *, train: bool,
+        first_row: jax.Array | int, keep_ids: bool,
+    ):  # fmt: skip
         """The run's layers, scanned; per position of the pattern the MoE outputs stacked over the repeats, or None."""
 
-        def body(x_BSH, blocks):
+        def body(x_BSH, scanned):
+            blocks, keys = scanned
             outputs = []
             x_BSH = checkpoint_name(x_BSH, BLOCK_INPUT_NAME)
-            for block in blocks:
-                x_BSH, moe_output = block(x_BSH, inputs, self.dtype, train=train)
+            for position, block in enumerate(blocks):
+                key = None if keys is None else keys[position]
+                x_BSH, moe_output = block(x_BSH, inputs, self.dtype, train=train, key=key, first_row=first_row)
                 if moe_output is not None and not keep_ids:
                     moe_output = (moe_output[0], None)
                 outputs.append(moe_output)
             return x_BSH, tuple(outputs)
 
-        return jax.lax.scan(self._rematerialised(body), x_BSH, tuple(run))
+        return jax.lax.scan(self._rematerialised(body), x_BSH, (tuple(run), keys))
 
     def _rematerialised(self, body):
         if self.remat == "none":
@@ -235,6 +253,12 @@ class CausalLM(nnx.Module):
         else:
             policy = jax.checkpoint_policies.save_only_these_names(*kept)
         return jax.checkpoint(body, policy=policy, prevent_cse=False)
+
+
+def _layer_keys(key: jax.Array, run: LayerRun) -> tuple[jax.Array, ...]:
+    """The keys of a run's layers: one array over the repeats for each position of the pattern."""
+    period = len(run.pattern)
+    return tuple(fold_keys(key, run.start + position + period * jnp.arange(run.repeats)) for position in range(period))
 
 
 def _whole_rows(array_BS: jax.Array) -> jax.Array:
@@ -261,9 +285,12 @@ def _in_layer_order(collected: list, config: ModelConfig) -> tuple[RouterStatist
         if layer.is_moe
     ]
     if not outputs:
-        zeros = jnp.zeros((0,), jnp.float32)
-        counts = jnp.zeros((0, config.num_experts), jnp.int32)
-        return RouterStatistics(counts, zeros.astype(jnp.int32), zeros, zeros, zeros), None
+        nothing, per_expert = jnp.zeros((0,), jnp.float32), jnp.zeros((0, config.num_experts), jnp.float32)
+        return RouterStatistics(
+            counts=per_expert.astype(jnp.int32), dropped=nothing.astype(jnp.int32), mean_probs=per_expert, entropy=nothing,
+            aux_loss=nothing, z_loss=nothing, mean_logit=nothing, max_logit=nothing,
+            plan_iterations=nothing.astype(jnp.int32),
+        ), None  # fmt: skip
     return jax.tree.map(lambda *layers: jnp.stack(layers), *outputs)
 
 

@@ -14,7 +14,7 @@ from moe_jax.errors import ConfigError
 from moe_jax.run_config import OptimizerConfig
 
 # Last component of the names that weight decay leaves alone, besides every norm's `weight`.
-BIASES = ("bias", "q_bias", "k_bias", "v_bias", "o_bias")
+BIASES = ("bias", "q_bias", "k_bias", "v_bias", "o_bias", "expert_bias")
 
 
 def leaf_names(tree: Any) -> list[str]:

@@ -4,13 +4,14 @@ import dataclasses
 from pathlib import Path
 from typing import Any, Literal
 
-from moe_jax.config import REMAT_POLICIES, MoEConfig, ParallelConfig
+from moe_jax.config import REMAT_POLICIES, ModelConfig, MoEConfig, ParallelConfig
 from moe_jax.errors import require
 
 INITS = ("weights", "random")
 # No float16: its gradients need a loss scale, which is not built. A float16 checkpoint trains in bfloat16.
 DTYPES = ("bfloat16", "float32")
 DEVICES = ("auto", "gpu", "cpu")
+SMALLEST_COLLAPSE = 2.0  # times an even share: what the default of train.collapse_load calls a collapse at the least
 
 
 def _check_int(owner: object, section: str, name: str, lowest: int) -> None:
@@ -113,6 +114,9 @@ class TrainSettings:
     eval_batches: evaluation batches each time; 0 takes the whole evaluation part.
     log_every: a log line every so many steps where no progress bar can be drawn; 0 for none.
     tensorboard: also write event files, for TensorBoard.
+    collapse_load: a layer whose fullest expert takes more than this many times an even share of the tokens, for
+        `collapse_steps` steps in a row, is warned of. No load is above num_experts / num_experts_per_tok; None takes
+        half of that, at least 2, and is no watch where no load can be above 2. 0 is no watch.
     device: "gpu" and "cpu" refuse to start on anything else; "auto" takes what JAX finds, and the CPU only if asked for
         it (by simulated devices or JAX_PLATFORMS=cpu).
     resume: continue from the newest checkpoint under the output folder, when there is one.
@@ -130,11 +134,13 @@ class TrainSettings:
     eval_batches: int = 0
     log_every: int = 10
     tensorboard: bool = False
+    collapse_load: float | None = None
+    collapse_steps: int = 20
     device: Literal["auto", "gpu", "cpu"] = "auto"
     resume: bool = False
 
     def __post_init__(self) -> None:
-        for name in ("steps", "global_batch_size", "accumulation_steps", "keep_checkpoints"):
+        for name in ("steps", "global_batch_size", "accumulation_steps", "keep_checkpoints", "collapse_steps"):
             _check_int(self, "train", name, 1)
         _check_int(self, "train", "seq_len", 2)
         for name in ("checkpoint_every", "eval_every", "eval_batches", "log_every"):
@@ -143,6 +149,23 @@ class TrainSettings:
         require(self.remat in REMAT_POLICIES, "train.remat", self.remat,
                 f"one of {', '.join(map(repr, REMAT_POLICIES))}")  # fmt: skip
         require(self.device in DEVICES, "train.device", self.device, f"one of {', '.join(map(repr, DEVICES))}")
+        if self.collapse_load is not None:
+            allowed = "a number above 1, 0 (no watch) or null (half of the largest possible load)"
+            _check_number(self, "train", "collapse_load", 0.0, 1e6, allowed)
+            above_even = self.collapse_load == 0 or self.collapse_load > 1
+            require(above_even, "train.collapse_load", self.collapse_load, allowed)
+
+    def collapse_threshold(self, model: ModelConfig) -> float:
+        """Returns what `collapse_load` means for this model, 0 for no watch; refuses one that no layer can pass."""
+        largest = model.num_experts / model.num_experts_per_tok
+        if self.collapse_load is None:
+            return max(largest / 2, SMALLEST_COLLAPSE) if model.num_moe_layers and largest > SMALLEST_COLLAPSE else 0.0
+        allowed = f"0, null or below num_experts / num_experts_per_tok = {largest:g}, the largest load there can be"
+        if not model.num_moe_layers:
+            allowed = "0 or null: the model has no MoE layer"
+        reachable = self.collapse_load < largest and model.num_moe_layers > 0
+        require(self.collapse_load == 0 or reachable, "train.collapse_load", self.collapse_load, allowed)
+        return float(self.collapse_load)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -164,6 +187,8 @@ class RunConfig:
 
     def __post_init__(self) -> None:
         require(bool(self.output), "output", self.output, "a folder")
+        require(not self.moe.benchmark_only_uniform_routing, "moe.benchmark_only_uniform_routing", True,
+                "False in a training run: it ignores what the router says")  # fmt: skip
         optimizer, train, data = self.optimizer, self.train, self.data
         require(optimizer.warmup_steps <= train.steps, "optimizer.warmup_steps", optimizer.warmup_steps,
                 f"at most train.steps ({train.steps})")  # fmt: skip

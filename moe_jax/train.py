@@ -2,7 +2,6 @@
 
 import contextlib
 import dataclasses
-import itertools
 import json
 import logging
 import math
@@ -33,12 +32,13 @@ from moe_jax.checkpoint import (
     replicated,
     restore,
 )
+from moe_jax.config import ModelConfig
 from moe_jax.data import Batches, Rows, eval_batches, load_rows, training_batches
 from moe_jax.errors import ConfigError
-from moe_jax.metrics import Reporter, StepMetrics, read_jsonl, step_record
+from moe_jax.metrics import CollapseWatch, Reporter, StepMetrics, read_jsonl, step_record
 from moe_jax.optim import check_masters, make_optimizer, make_schedule
-from moe_jax.plots import plot_expert_load, plot_loss
-from moe_jax.run_config import RunConfig
+from moe_jax.plots import plot_expert_load, plot_load_over_time, plot_loss
+from moe_jax.run_config import SMALLEST_COLLAPSE, RunConfig
 from moe_jax.train_step import evaluate, make_train_step, num_compilations, put_batch
 
 CHECKPOINTS, EXPORT = "checkpoints", "hf"
@@ -73,7 +73,8 @@ class TrainResult:
 def train(config: RunConfig) -> TrainResult:
     """Runs `config` to its end, or to a SIGTERM, and returns what came out.
 
-    The output folder then holds metrics.jsonl, eval.jsonl, loss.png, expert_load.png, checkpoints/, with `export` hf/.
+    The output folder then holds metrics.jsonl, eval.jsonl, loss.png, for a model with MoE layers expert_load.png and
+    load_over_time.png, checkpoints/, with `export` hf/.
     On SIGTERM the step at work is finished, a checkpoint written, and the result says `preempted`; a second one changes
     nothing. Raises `ConfigError` for settings that cannot work, before any weight is read where they can be known by
     then, and `TrainingDiverged` when a loss or gradient is not finite.
@@ -83,7 +84,9 @@ def train(config: RunConfig) -> TrainResult:
         mesh.init(config.parallel)
         _check_batch(config)
         resumes = _check_output(config)
-        train_rows, eval_rows = load_rows(config.data, config.train.seq_len, _vocab_size(config, resumes))
+        model_config = _model_config(config, resumes)
+        config.train.collapse_threshold(model_config)
+        train_rows, eval_rows = load_rows(config.data, config.train.seq_len, model_config.vocab_size)
         optimizer = make_optimizer(config.optimizer, config.train.steps)
         state = _resumed_state(config, optimizer) if resumes else _fresh_state(config, optimizer)
         check_masters(state.model)
@@ -107,11 +110,13 @@ class _Run:
         self.pending: tuple[int, StepMetrics, int] | None = None
         self.clock = time.perf_counter()
         self.warned_of_no_labels = False
+        self.layers = _moe_layers(state.model.config)
+        self.watch = _collapse_watch(config, state.model.config)
 
     def run(self) -> TrainResult:
         settings, folder = self.settings, self.config.folder
         reporter = Reporter(folder, first_step=self.first_step, steps=settings.steps, log_every=settings.log_every,
-                            tensorboard=settings.tensorboard)  # fmt: skip
+                            tensorboard=settings.tensorboard, layers=self.layers)  # fmt: skip
         checkpointer = TrainCheckpointer(folder / CHECKPOINTS, settings.keep_checkpoints)
         with reporter as self.reporter, checkpointer as self.checkpointer:
             checkpointer.write_model_info(self.state.model, keep_source=self.resumed)
@@ -121,7 +126,7 @@ class _Run:
                 preempted = self.stop(self.step)
             self._save()
         if jax.process_index() == 0:
-            _draw(folder, self.state.model.config)
+            _draw(folder, self.layers)
         logger.info("%s at step %d, written to %s", "stopped" if preempted else "done", self.step, folder)
         if self.config.export and not preempted:
             _export(self.state.model, folder / EXPORT)
@@ -171,6 +176,8 @@ class _Run:
         if record["num_labels"] == 0 and not self.warned_of_no_labels:
             logger.warning("step %d has no label at all: nothing but the router losses was trained on", step)
             self.warned_of_no_labels = True
+        for sentence in self.watch.check(record):
+            logger.warning("%s", sentence)
 
     def _evaluate(self) -> None:
         if self.evaluated_at == self.step:
@@ -271,14 +278,26 @@ def _read_hf_config(config: RunConfig) -> dict[str, Any]:
     return raw
 
 
-def _vocab_size(config: RunConfig, resumes: bool) -> int:
-    """The model's vocabulary, known before any weight is read."""
+def _model_config(config: RunConfig, resumes: bool) -> ModelConfig:
+    """What is trained, known before any weight is read."""
+    from moe_jax.hf import model_config_of
+
     if resumes:
-        return read_model_info(config.folder / CHECKPOINTS)[0].vocab_size
-    size = _read_hf_config(config).get("vocab_size")
-    if not isinstance(size, int):
-        raise ConfigError(f"vocab_size of {str(_config_file(config))!r} is {size!r}, but must be a positive integer")
-    return size
+        return read_model_info(config.folder / CHECKPOINTS)[0]
+    return model_config_of(_read_hf_config(config))
+
+
+def _moe_layers(model_config: ModelConfig) -> list[int]:
+    """The number of every MoE layer in the model."""
+    return [number for number, layer in enumerate(model_config.layers) if layer.is_moe]
+
+
+def _collapse_watch(config: RunConfig, model_config: ModelConfig) -> CollapseWatch:
+    threshold, layers = config.train.collapse_threshold(model_config), _moe_layers(model_config)
+    if layers and not threshold and config.train.collapse_load is None:
+        logger.info("no layer is watched for collapse: with %d of %d experts per token no load can pass %g times an even "
+                    "share", model_config.num_experts_per_tok, model_config.num_experts, SMALLEST_COLLAPSE)  # fmt: skip
+    return CollapseWatch(threshold, config.train.collapse_steps, layers)
 
 
 def _fresh_state(config: RunConfig, optimizer: optax.GradientTransformation) -> TrainState:
@@ -350,14 +369,14 @@ def _stop_on_sigterm() -> Iterator[Callable[[int], bool]]:
 # ---- after the last step ----
 
 
-def _draw(folder: Path, model_config: Any) -> None:
+def _draw(folder: Path, layers: list[int]) -> None:
     train_records, eval_records = read_jsonl(folder / "metrics.jsonl"), read_jsonl(folder / "eval.jsonl")
     if not train_records:
         return
     plot_loss(train_records, eval_records, folder / "loss.png")
-    moe_layers = list(itertools.compress(itertools.count(), (layer.is_moe for layer in model_config.layers)))
-    if moe_layers:
-        plot_expert_load(train_records, folder / "expert_load.png", moe_layers)
+    if layers:
+        plot_expert_load(train_records, folder / "expert_load.png", layers)
+        plot_load_over_time(train_records, folder / "load_over_time.png", layers)
 
 
 def _export(model: Any, folder: Path) -> None:

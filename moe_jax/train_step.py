@@ -3,6 +3,7 @@
 A micro-batches, B rows of one, S positions.
 """
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -15,8 +16,10 @@ from jax.sharding import NamedSharding
 from moe_jax import mesh
 from moe_jax.checkpoint import TrainState
 from moe_jax.data import Batch
-from moe_jax.losses import IGNORE, Losses, next_labels, next_token_loss, training_loss
+from moe_jax.expert_bias import bias_range, update_expert_bias
+from moe_jax.losses import IGNORE, Losses, next_labels, next_token_loss, router_loss, training_loss
 from moe_jax.metrics import StepMetrics
+from moe_jax.moe.statistics import combine_statistics
 from moe_jax.sharding import BATCH, P
 
 TrainStep = Callable[[TrainState, dict[str, jax.Array]], tuple[TrainState, StepMetrics]]
@@ -30,46 +33,74 @@ def make_train_step(optimizer: optax.GradientTransformation, schedule: optax.Sch
     """
 
     def train_step(state: TrainState, batches: dict[str, jax.Array]) -> tuple[TrainState, StepMetrics]:
-        loss, parts, grads = accumulated_gradients(state.model, batches)
+        moe = state.model.moe
+        key = jax.random.fold_in(jax.random.key(moe.random_seed), state.step) if moe.draws_random_numbers else None
+        loss, parts, grads = accumulated_gradients(state.model, batches, key)
         updates, opt_state = optimizer.update(grads, state.opt_state, state.model)
         model = optax.apply_updates(state.model, updates)
+        router = parts.router
+        if moe.moe_load_balancing == "expert_bias":
+            model = update_expert_bias(model, router.counts)
+        bias_min, bias_max = bias_range(model)
         metrics = StepMetrics(
             loss=loss, ce=parts.ce, aux=parts.aux, z=parts.z, grad_norm=optax.tree.norm(grads),
             learning_rate=jnp.asarray(schedule(state.step), jnp.float32), num_labels=parts.count,
-            counts=parts.router.counts, dropped=parts.router.dropped, entropy=parts.router.entropy,
+            counts=router.counts, dropped=router.dropped, entropy=router.entropy, layer_aux=router.aux_loss,
+            layer_z=router.z_loss, mean_logit=router.mean_logit, max_logit=router.max_logit,
+            plan_iterations=router.plan_iterations, bias_min=bias_min, bias_max=bias_max,
         )  # fmt: skip
         return TrainState(model, opt_state, state.step + 1), metrics
 
     return jax.jit(train_step, donate_argnums=0)
 
 
-def accumulated_gradients(model: Any, batches: dict[str, jax.Array]) -> tuple[jax.Array, Losses, Any]:
-    """Returns (loss, parts, gradients) of all micro-batches, each weighted by its share of the counted labels.
+def accumulated_gradients(
+    model: Any, batches: dict[str, jax.Array], key: jax.Array | None = None
+) -> tuple[jax.Array, Losses, Any]:
+    """Returns (loss, parts, gradients) of all micro-batches, as one large batch has them where that is defined.
 
-    The cross entropy is so the mean over all labels, as in one large batch; a micro-batch without labels has no part
-    in it. Without any label at all the micro-batches weigh the same, which leaves the router losses. Token counts are
-    summed.
+    A micro-batch's cross entropy weighs as much as its share of the counted labels, its router losses as much as its share
+    of the real tokens. So cross entropy, z-loss and the "sequence" loss are those of one large batch; the other balancing losses
+    and the plans (sinkhorn, balanced, a capacity) are each micro-batch's own. Token counts are summed.
     """
+    num_micro_batches, rows = batches["tokens"].shape[:2]
 
-    def weighted(batch: dict[str, jax.Array], weight: jax.Array) -> tuple[jax.Array, Losses, Any]:
-        (loss, parts), grads = jax.value_and_grad(training_loss, has_aux=True)(model, batch, None)
-        return jax.tree.map(lambda x: x * weight if jnp.issubdtype(x.dtype, jnp.floating) else x, (loss, parts, grads))
+    def weighted_loss(model: Any, batch: dict[str, jax.Array], index: jax.Array, label_share, token_share):
+        parts = training_loss(model, batch, key, first_row=index * rows)[1]
+        parts = dataclasses.replace(
+            parts, ce=parts.ce * label_share, aux=parts.aux * token_share, z=parts.z * token_share
+        )
+        return parts.ce + router_loss(model.moe, parts.aux, parts.z), parts
 
-    num_micro_batches = batches["tokens"].shape[0]
+    def gradients_of(*micro: Any) -> tuple[jax.Array, Losses, Any]:
+        (loss, parts), grads = jax.value_and_grad(weighted_loss, has_aux=True)(model, *micro)
+        return loss, parts, grads
+
     if num_micro_batches == 1:
-        return weighted({name: array[0] for name, array in batches.items()}, jnp.float32(1))
+        one = jnp.float32(1)
+        return gradients_of({name: array[0] for name, array in batches.items()}, jnp.int32(0), one, one)
     labels_ABS = jax.vmap(next_labels)(batches["tokens"], batches["segment_ids"])
-    counts_A = jnp.sum(labels_ABS != IGNORE, axis=(1, 2))
-    total = jnp.sum(counts_A)
-    weights_A = jnp.where(total > 0, counts_A / jnp.maximum(total, 1), 1 / num_micro_batches).astype(jnp.float32)
+    label_shares_A = _shares(jnp.sum(labels_ABS != IGNORE, axis=(1, 2)))
+    token_shares_A = _shares(jnp.sum(batches["segment_ids"] != 0, axis=(1, 2)))
+    indices_A = jnp.arange(num_micro_batches, dtype=jnp.int32)
 
     def body(grads: Any, micro: Any) -> tuple[Any, Any]:
-        *figures, more = weighted(*micro)
+        *figures, more = gradients_of(*micro)
         return jax.tree.map(jnp.add, grads, more), figures
 
-    grads, figures = jax.lax.scan(body, jax.tree.map(jnp.zeros_like, model), (batches, weights_A))
-    loss, parts = jax.tree.map(lambda x: jnp.sum(x, axis=0), figures)
-    return loss, parts, grads
+    micros = (batches, indices_A, label_shares_A, token_shares_A)
+    grads, (loss_A, parts) = jax.lax.scan(body, jax.tree.map(jnp.zeros_like, model), micros)
+    total = Losses(
+        *(jnp.sum(x, axis=0) for x in (parts.ce, parts.aux, parts.z, parts.count)),
+        router=combine_statistics(parts.router, token_shares_A),
+    )
+    return jnp.sum(loss_A), total, grads
+
+
+def _shares(counts_A: jax.Array) -> jax.Array:
+    """Each one's part of the sum, float32; equal parts of nothing."""
+    total = jnp.sum(counts_A)
+    return jnp.where(total > 0, counts_A / jnp.maximum(total, 1), 1 / counts_A.shape[0]).astype(jnp.float32)
 
 
 @jax.jit

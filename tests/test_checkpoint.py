@@ -201,6 +201,28 @@ def test_missing_and_extra_arrays_are_named(state: TrainState, tmp_path: Path) -
             restore(folder, abstract(state), RUN)
 
 
+def test_selection_biases_come_and_go_with_the_balancing_mode(state: TrainState, tmp_path: Path, caplog: Any) -> None:
+    """Sinkhorn -> expert_bias -> expert_bias -> sinkhorn: fresh at zero, kept, left behind; each change is logged."""
+    biased_config = dataclasses.replace(state.model.moe, moe_load_balancing="expert_bias")
+
+    def biased_like() -> TrainState:
+        model = abstract_model(state.model.config, biased_config, jnp.float32, None)
+        return TrainState(model, jax.eval_shape(OPTIMIZER.init, model), jax.ShapeDtypeStruct((), jnp.int32))
+
+    fresh = restore(write(tmp_path / "plain", state), biased_like(), RUN)
+    biases = [name for name in named_arrays(fresh.model) if name.endswith("expert_bias")]
+    assert biases
+    assert not any(np.any(named_arrays(fresh.model)[name]) for name in biases)
+    assert "params: the checkpoint has no selection biases, they start at zero" in caplog.messages
+    moved = dataclasses.replace(fresh, model=jax.tree.map(lambda a: a + 1, fresh.model))
+    folder = write(tmp_path / "biased", moved)
+    assert_equal(restore(folder, biased_like(), RUN), moved)
+    caplog.clear()
+    back = restore(folder, abstract(state), RUN)
+    assert_equal(back.model, jax.tree.map(lambda a: a + 1, state.model))
+    assert "params: the checkpoint's selection biases are left behind" in caplog.messages
+
+
 def test_missing_optimizer_state_is_refused(state: TrainState, saved: Path, tmp_path: Path) -> None:  # C80
     shutil.copytree(saved, tmp_path / "run")
     shutil.rmtree(tmp_path / "run" / "3" / "opt_state")

@@ -45,13 +45,18 @@ def test_impossible_settings_are_refused_in_one_sentence(config, message) -> Non
     [
         (
             {"moe_load_balancing": "Sinkhorn"},
-            "moe_load_balancing is 'Sinkhorn', but must be one of 'sinkhorn', 'aux_loss', 'none'",
+            "moe_load_balancing is 'Sinkhorn', but must be one of 'sinkhorn', 'balanced', 'aux_loss', 'expert_bias', 'none'",
         ),
         ({"moe_load_balancing": None}, "moe_load_balancing is None, but must be one of"),
         ({"moe_load_balancing": "foo"}, "moe_load_balancing is 'foo'"),
         ({"moe_z_loss_coeff": -1e-3}, "moe_z_loss_coeff is -0.001, but must be a finite number >= 0"),
         ({"moe_aux_loss_coeff": float("nan")}, "moe_aux_loss_coeff is nan"),
-        ({"global_token_shuffle": True}, "global_token_shuffle is True, but must be False"),
+        ({"global_token_shuffle": 1}, "global_token_shuffle is 1, but must be True or False"),
+        ({"balance_scope": "rank"}, "balance_scope is 'rank', but must be one of 'global', 'local'"),
+        ({"moe_input_jitter_eps": 1.0}, "moe_input_jitter_eps is 1.0, but must be a number from 0 to below 1"),
+        ({"moe_expert_capacity_factor": 0}, "moe_expert_capacity_factor is 0, but must be a positive number, or None"),
+        ({"expert_bias_update_rate": -1}, "expert_bias_update_rate is -1, but must be a positive number"),
+        ({"moe_router_dtype": "bfloat16"}, "moe_router_dtype is 'bfloat16', but must be one of 'float32', 'compute'"),
         ({"smp_moe": "yes"}, "smp_moe is 'yes', but must be True or False"),
         ({"random_seed": 1.5}, "random_seed is 1.5"),
         ({"smp_moe": False}, "moe_load_balancing is 'sinkhorn', but must be 'aux_loss' or 'none' with smp_moe=False"),
@@ -60,6 +65,38 @@ def test_impossible_settings_are_refused_in_one_sentence(config, message) -> Non
 )
 def test_impossible_moe_settings_are_refused_in_one_sentence(settings, message) -> None:
     """C100."""
+    with pytest.raises(moe_jax.ConfigError, match=message):
+        moe_jax.MoEConfig(**settings)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"moe_aux_loss_form": "hf"}, "moe_aux_loss_form is 'hf', but must be 'megatron' unless moe_load_balancing"),
+        ({"moe_load_balancing": "expert_bias", "moe_aux_loss_form": "hf"}, "moe_aux_loss_form is 'hf'"),
+        ({"moe_load_balancing": "none", "balance_scope": "local"}, "balance_scope is 'local', but must be 'global'"),
+        (
+            {"moe_load_balancing": "aux_loss", "moe_aux_loss_form": "sequence", "balance_scope": "local"},
+            "balance_scope is 'local'",
+        ),
+        (
+            {"moe_token_drop_policy": "position"},
+            "moe_token_drop_policy is 'position'.*without moe_expert_capacity_factor",
+        ),
+        ({"expert_bias_update_rate": 0.1}, "expert_bias_update_rate is 0.1, but must be left at 0.001"),
+        ({"expert_bias_update": "proportional"}, "expert_bias_update is 'proportional'"),
+        (
+            {"benchmark_only_uniform_routing": True},
+            "moe_load_balancing is 'sinkhorn', but must be 'none' with benchmark",
+        ),
+        (
+            {"smp_moe": False, "moe_load_balancing": "none", "moe_input_jitter_eps": 0.1},
+            "moe_input_jitter_eps is 0.1, but must be left out with smp_moe=False",
+        ),
+        ({"smp_moe": False, "moe_load_balancing": "balanced"}, "moe_load_balancing is 'balanced'"),
+    ],
+)
+def test_settings_that_could_have_no_effect_are_refused(settings, message) -> None:
     with pytest.raises(moe_jax.ConfigError, match=message):
         moe_jax.MoEConfig(**settings)
 

@@ -170,7 +170,6 @@ def test_optional_features_are_taken_over() -> None:
     ("config", "change", "message"),
     [
         (MIX, {"attention_dropout": 0.1}, "attention_dropout is 0.1"),
-        (MIX, {"router_jitter_noise": 0.1}, "router_jitter_noise is 0.1"),
         (MIX, {"hidden_act": "mish"}, "hidden_act is 'mish'.*'silu', 'gelu'"),
         (MIX, {"quantization_config": {"quant_method": "gptq"}}, "quantised"),
         (MIX, {"sliding_window": 0}, "sliding_window is 0"),

@@ -13,6 +13,7 @@ from meshes import MESHES, put_batch, start
 from numpy_hf import CONFIGS, MIX, Q3, random_tensors, read_folder, write_folder
 
 import moe_jax
+from converters.parity import compare_folders
 from moe_jax.hf import _warn_once, abstract_model, fetch, model_config_of
 from moe_jax.model import named_parameters
 
@@ -136,6 +137,30 @@ def test_settings_without_effect_are_said_once(caplog: pytest.LogCaptureFixture)
     assert len(messages) == 2
     assert "moe_aux_loss_coeff 0.001 has no effect with moe_load_balancing='sinkhorn'" in messages[0]
     assert "gives the router no gradient" in messages[1]
+
+
+def test_router_noise_of_the_checkpoint_is_said_not_to_apply(caplog: pytest.LogCaptureFixture) -> None:
+    """C62: MoEConfig decides."""
+    _warn_once.cache_clear()
+    start("1 device")
+    noisy = MIX | {"router_jitter_noise": 0.1}
+    moe_jax.transform(noisy, moe_jax.MoEConfig(moe_aux_loss_coeff=0.0, moe_input_jitter_eps=0.1))
+    assert not any("jitter" in message for message in caplog.messages)
+    moe_jax.transform(noisy, moe_jax.MoEConfig(moe_aux_loss_coeff=0.0))
+    message = "router_jitter_noise 0.1 of the model's config is not applied: set moe_input_jitter_eps"
+    assert any(message in said for said in caplog.messages)
+
+
+def test_selection_biases_start_at_zero_and_are_not_exported(tmp_path: Path) -> None:
+    folder = write_folder(tmp_path / "in", MIX, random_tensors(MIX))
+    start("EP2xFSDP2")
+    model = moe_jax.transform(folder, moe_jax.MoEConfig(moe_load_balancing="expert_bias", moe_aux_loss_coeff=0.0))
+    biases = {name: p for name, p in named_parameters(model).items() if name.endswith("expert_bias")}
+    assert biases
+    assert not any(np.any(p[...]) for p in biases.values())
+    counts = jax.numpy.arange(8).reshape(2, 4)
+    moe_jax.save_pretrained(moe_jax.update_expert_bias(model, counts), tmp_path / "out")
+    assert not compare_folders(folder, tmp_path / "out").differences
 
 
 def test_one_expert_per_token_renormalised_gives_the_gate_no_gradient() -> None:

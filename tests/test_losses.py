@@ -110,15 +110,18 @@ class FakeModel:
 
     moe: MoEConfig
 
-    def __call__(self, tokens: jax.Array, segment_ids: Any, positions: Any, *, train: bool, key: Any) -> Any:
+    def __call__(self, tokens: jax.Array, segment_ids: Any, positions: Any, *, train: bool, key: Any,
+                 first_row: int) -> Any:  # fmt: skip
         assert train
+        assert first_row == 0
         if positions is not None:
             raise LookupError(positions.tolist())
         zeros = jnp.zeros((*tokens.shape, VOCAB))
         return SimpleNamespace(logits=zeros, aux_loss=jnp.array(3.0), z_loss=jnp.array(5.0), router="statistics")
 
 
-@pytest.mark.parametrize(("mode", "weight_of_aux"), [("aux_loss", 0.01), ("sinkhorn", 0.0), ("none", 0.0)])
+@pytest.mark.parametrize(("mode", "weight_of_aux"), [("aux_loss", 0.01), ("sinkhorn", 0.0), ("none", 0.0),
+                                                    ("expert_bias", 0.0), ("balanced", 0.0)])  # fmt: skip
 def test_training_loss_adds_aux_under_aux_loss_only_and_reports_the_parts_unweighted(
     mode: Any, weight_of_aux: float
 ) -> None:

@@ -1,89 +1,33 @@
 """One model, one batch, plain SGD: the same parameters on every mesh, in every balancing mode."""
 
-import functools
-
 import jax
 import numpy as np
 import pytest
-from meshes import MESHES, model_of, put_batch, start, values_of
+from meshes import MESHES, model_of, put_batch, start
 from reference import relative_norm
+from small_model import (
+    CONFIG,
+    LENGTH,
+    LOSS,
+    MODEL,
+    PARAMETERS,
+    ROWS,
+    assert_same,
+    batches,
+    initial_values,
+    one_device,
+    two_steps,
+)
 
 import converters
 import moe_jax
 from moe_jax.model import named_parameters
 
-PARAMETERS = 1e-6  # float32 after two steps; measured about 3e-8
-LOSS = 1e-6
-
-# A dense layer between two kinds of run, GQA, q/k norm; 8 experts, so that every mesh divides them.
-CONFIG = {
-    "model_type": "qwen3_moe", "vocab_size": 61, "hidden_size": 32, "intermediate_size": 40, "moe_intermediate_size": 24,
-    "num_hidden_layers": 3, "mlp_only_layers": [1], "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 12,
-    "num_experts": 8, "num_experts_per_tok": 2, "norm_topk_prob": True, "initializer_range": 0.3, "dtype": "float32",
-}  # fmt: skip
-MODEL = converters.new_source(CONFIG, {}, "float32")[0]
-ROWS, LENGTH = 8, 13
-
-
-@functools.cache
-def initial_values() -> dict[str, np.ndarray]:
-    start("1 device")
-    return values_of(moe_jax.transform(CONFIG))
-
-
-def batches() -> list[dict[str, np.ndarray]]:
-    """A batch with padding at all places and packed documents, then one whose few tokens leave experts empty."""
-    rng = np.random.default_rng(0)
-    tokens = rng.integers(0, 61, (2, ROWS, LENGTH)).astype(np.int32)
-    segments = np.ones((2, ROWS, LENGTH), np.int32)
-    segments[0, :, 11:] = 0
-    segments[0, 1, :3] = 0
-    segments[0, 2, 4:6] = 0
-    segments[0, 3, 6:11] = 2
-    segments[1] = 0
-    segments[1, 5, :4] = 1
-    return [{"tokens": t, "segment_ids": s} for t, s in zip(tokens, segments, strict=True)]
-
-
-def two_steps(mesh: str, mode: str, *, dispatcher: bool = True, remat: str = "full"):
-    """(parameters after two steps, losses, counts of each step)."""
-    values = initial_values()
-    start(mesh)
-    moe = moe_jax.MoEConfig(
-        moe_load_balancing=mode, moe_all_to_all_dispatcher=dispatcher, moe_aux_loss_coeff=0.1, moe_z_loss_coeff=0.01
-    )
-    model = model_of(values, MODEL, moe, remat=remat)
-
-    @functools.partial(jax.jit, donate_argnums=0)
-    def step(model, batch):
-        (loss, parts), grads = jax.value_and_grad(moe_jax.training_loss, has_aux=True)(model, batch, None)
-        return jax.tree.map(lambda p, g: p - 0.2 * g, model, grads), loss, parts.router
-
-    losses, counts = [], []
-    for batch in batches():
-        model, loss, router = step(model, {name: put_batch(array) for name, array in batch.items()})
-        losses.append(float(loss))
-        counts.append(np.asarray(router.counts))
-    assert step._cache_size() == 1
-    return values_of(model), losses, counts
-
-
-@functools.cache
-def one_device(mode: str):
-    return two_steps("1 device", mode)
-
-
-def assert_same(result, expected) -> None:
-    parameters, losses, counts = result
-    for name, value in expected[0].items():
-        assert relative_norm(parameters[name], value) < PARAMETERS, name
-    np.testing.assert_allclose(losses, expected[1], rtol=LOSS)
-    np.testing.assert_array_equal(counts, expected[2])
-
 
 @pytest.mark.parametrize("mode", ["sinkhorn", "aux_loss", "none"])
 def test_the_second_batch_leaves_experts_without_tokens(mode: str) -> None:
-    _, losses, counts = one_device(mode)
+    _, losses, routers = one_device(mode)
+    counts = [router["counts"] for router in routers]
     assert np.all(np.isfinite(losses))
     np.testing.assert_array_equal(counts[0].sum(axis=1), [2 * np.sum(batches()[0]["segment_ids"] != 0)] * 2)
     np.testing.assert_array_equal(counts[1].sum(axis=1), [8, 8])
@@ -98,7 +42,7 @@ def test_two_sgd_steps_are_the_same_on_every_mesh(mesh: str, mode: str) -> None:
 
 @pytest.mark.parametrize("mesh", ["EP8", "EP4xFSDP2"])
 def test_the_all_gather_dispatcher_gives_the_same(mesh: str) -> None:
-    assert_same(two_steps(mesh, "sinkhorn", dispatcher=False), one_device("sinkhorn"))
+    assert_same(two_steps(mesh, "sinkhorn", moe_all_to_all_dispatcher=False), one_device("sinkhorn"))
 
 
 @pytest.mark.parametrize("remat", ["none", "dispatched"])

@@ -161,6 +161,34 @@ def test_resumed_run_equals_the_uninterrupted_one_bit_for_bit(whole: Any, config
         assert without_speed(read_jsonl(second.output / name)) == without_speed(read_jsonl(whole.output / name)), name
 
 
+@pytest.mark.parametrize(
+    "moe",
+    [
+        {"moe_load_balancing": "balanced", "moe_input_jitter_eps": 0.1, "global_token_shuffle": True},
+        {"moe_load_balancing": "expert_bias", "moe_expert_capacity_factor": 1.0, "expert_bias_update_rate": 0.05},
+    ],
+    ids=["noise and shuffle", "bias and capacity"],
+)
+def test_resumed_run_continues_noise_and_biases(config: RunConfig, tmp_path: Path, monkeypatch: Any, moe: Any) -> None:
+    """C81: the random streams and the biases of 2 + 2 steps are those of 4, in every record and bit of the state."""
+    config = changed(changed(config, "train", steps=4, global_batch_size=16, accumulation_steps=2, eval_every=0,
+                             checkpoint_every=0), "moe", **moe)  # fmt: skip
+    whole = train(changed(config, output=str(tmp_path / "whole")))
+    with monkeypatch.context() as patch:
+        signal_at(patch, 1)
+        assert train(config).steps == 2
+    resumed = train(changed(config, "train", resume=True))
+    assert_bitwise_equal(resumed.state, whole.state)
+    records = read_jsonl(whole.output / "metrics.jsonl")
+    assert without_speed(read_jsonl(resumed.output / "metrics.jsonl")) == without_speed(records)
+    if moe["moe_load_balancing"] == "expert_bias":
+        assert records[0]["max_abs_bias"] == pytest.approx(0.05)
+        assert all(record["dropped"] > 0 for record in records)
+    else:
+        assert records[0]["max_load"] < 1.01
+        assert all(min(record["plan_iterations"]) > 0 for record in records)
+
+
 def test_finished_run_resumes_to_nothing_and_exports_again(whole: Any, inputs: Path) -> None:
     (whole.output / "hf" / "model.safetensors").unlink()
     config = changed(make_config(inputs, whole.output.parent), export=True)

@@ -49,8 +49,6 @@ def check_common(hf: Mapping[str, Any]) -> None:
         raise ConfigError("the checkpoint is quantised (quantization_config is set); dequantise it first")
     dropout = hf.get("attention_dropout")
     require(dropout in (None, 0), "attention_dropout", dropout, "0 (dropout is not supported)")
-    jitter = hf.get("router_jitter_noise")
-    require(jitter in (None, 0), "router_jitter_noise", jitter, "0 (router noise is not supported)")
     architectures = hf.get("architectures") or ["ForCausalLM"]
     require(str(architectures[0]).endswith("ForCausalLM"), "architectures", architectures, "a ...ForCausalLM class")
 

@@ -4,11 +4,12 @@ T tokens, H hidden size, E experts, K experts per token. Everything here is floa
 """
 
 import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 
 @jax.tree_util.register_dataclass
@@ -24,10 +25,24 @@ class Routing:
     weights_TK: jax.Array
 
 
-def router_logits(x_TH: Float[Array, "T H"], w_HE: Float[Array, "H E"]) -> Float[Array, "T E"]:
-    """Router logits, float32: the product is taken in float32 so that bf16 rounding cannot flip a near-tie."""
+def router_logits(x_TH: Float[Array, "T H"], w_HE: Float[Array, "H E"], dtype: Any = None) -> Float[Array, "T E"]:
+    """Router logits, float32: the product is taken in float32 so that bf16 rounding cannot flip a near-tie.
+
+    dtype: take the product in this dtype and round the logits to it instead, as transformers does in its compute dtype.
+    """
+    if dtype is not None:
+        return jnp.einsum("th,he->te", x_TH.astype(dtype), w_HE.astype(dtype)).astype(jnp.float32)
     return jnp.einsum("th,he->te", x_TH.astype(jnp.float32), w_HE, preferred_element_type=jnp.float32,
                       precision=lax.Precision.HIGHEST)  # fmt: skip
+
+
+def jitter(x_TH: Float[Array, "T H"], token_T: Int[Array, " T"], key: jax.Array, eps: float) -> Float[Array, "T H"]:
+    """x times uniform noise from [1 - eps, 1 + eps], float32; a token's noise depends on `key` and its number alone."""
+
+    def noise_of(token: jax.Array) -> jax.Array:
+        return jax.random.uniform(jax.random.fold_in(key, token), x_TH.shape[1:], minval=1 - eps, maxval=1 + eps)
+
+    return x_TH.astype(jnp.float32) * jax.vmap(noise_of)(token_T)
 
 
 def select_experts(scores_TE: Float[Array, "T E"], num_experts_per_tok: int) -> Int[Array, "T K"]:
@@ -84,3 +99,8 @@ def softmax_routing(
     return Routing(
         jnp.where(mask_T[:, None], expert_ids_TK, logits_TE.shape[1]), jnp.where(mask_T[:, None], weights_TK, 0.0)
     )
+
+
+def drop(routing: Routing, fits_TK: Bool[Array, "T K"], num_experts: int) -> Routing:
+    """The routing without the pairs that do not fit; the weights of the others stay as they are."""
+    return Routing(jnp.where(fits_TK, routing.expert_ids_TK, num_experts), jnp.where(fits_TK, routing.weights_TK, 0.0))

@@ -11,8 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from reference import sinkhorn_float64
 
-from moe_jax.moe.balance import router_statistics, sinkhorn_log_scale
 from moe_jax.moe.router import select_experts
+from moe_jax.moe.sinkhorn import sinkhorn_log_scale
+from moe_jax.moe.statistics import router_statistics
 
 EXACT = 1e-6  # float32 means of O(1) values
 MARGINAL = 1e-3  # the default sinkhorn tolerance, relative
@@ -27,7 +28,7 @@ def statistics(logits, top_k=2, mask=None):
 
 @partial(jax.jit, static_argnames=("max_iterations", "tolerance"))
 def _log_scale(logits, mask, *, max_iterations, tolerance):
-    return sinkhorn_log_scale(logits, mask, (), max_iterations=max_iterations, tolerance=tolerance)
+    return sinkhorn_log_scale(logits, mask, (), max_iterations=max_iterations, tolerance=tolerance)[0]
 
 
 def plan(logits, mask=None, cap=500, tolerance=MARGINAL):
@@ -130,7 +131,9 @@ def test_sinkhorn_ignores_padding():
 
 def test_no_gradient_flows_through_the_iteration():
     gradient = jax.grad(
-        lambda logits: jnp.sum(sinkhorn_log_scale(logits, jnp.ones(8, bool), (), max_iterations=9, tolerance=1e-3) ** 2)
+        lambda logits: jnp.sum(
+            sinkhorn_log_scale(logits, jnp.ones(8, bool), (), max_iterations=9, tolerance=1e-3)[0] ** 2
+        )
     )(jnp.asarray(np.random.default_rng(0).normal(size=(8, 4)), jnp.float32))
     assert not np.any(gradient)
 
