@@ -7,9 +7,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from meshes import model_of, put_batch, start, values_of
 from reference import relative_norm, top_k_ids
-from small_model import LENGTH, MODEL, ROWS, assert_same, batches, initial_values, one_device, two_steps
+from small_model import CONFIG, LENGTH, MODEL, ROWS, assert_same, batches, initial_values, one_device, two_steps
 from test_moe_layer import HIDDEN, make_layer
 
 import moe_jax
@@ -442,3 +444,52 @@ def test_router_product_in_the_compute_dtype_rounds_as_transformers_does() -> No
         tokens = put_batch(batches()[0]["tokens"])
         outputs.append(np.asarray(jax.jit(lambda m, t: m(t).router.mean_logit)(model, tokens)))
     assert np.any(outputs[0] != outputs[1])
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    tokens=st.sampled_from([1, 6, 24]),
+    experts=st.sampled_from([1, 5, 8]),
+    scale=st.sampled_from([0.0, 1.0, 1e4]),
+    factor=st.sampled_from([0.1, 1.0, 3.0]),
+    policy=st.sampled_from(["probs", "position"]),
+    data=st.data(),
+)
+def test_any_routing_has_finite_statistics_and_a_kept_capacity(tokens, experts, scale, factor, policy, data) -> None:
+    rng = np.random.default_rng(data.draw(st.integers(0, 1000)))
+    top_k = data.draw(st.integers(1, experts))
+    logits = (scale * rng.normal(size=(tokens, experts))).astype(np.float32)
+    mask = rng.random(tokens) < data.draw(st.sampled_from([0.0, 0.6, 1.0]))
+    kept = fits(logits, mask, factor=factor, policy=policy, top_k=top_k)
+    ids = np.where(mask[:, None], top_k_ids(logits, top_k), experts)
+    quota = math.ceil(np.float32(np.sum(mask) * top_k * np.float32(factor) / experts))
+    wanted = np.bincount(ids.ravel(), minlength=experts + 1)[:experts]
+    used = np.bincount(ids[kept], minlength=experts + 1)[:experts]
+    np.testing.assert_array_equal(used, np.minimum(wanted, quota))
+    statistics = router_statistics(jnp.asarray(logits), jnp.asarray(ids, jnp.int32), jnp.asarray(mask), ())
+    np.testing.assert_array_equal(statistics.counts, wanted)
+    assert all(np.all(np.isfinite(value)) for value in vars(statistics).values())
+
+
+def test_scanned_layers_route_as_layers_run_one_by_one() -> None:
+    """Two equal layers, stacked and scanned, against their blocks called in turn: ids, statistics, noise."""
+    start("EP2xFSDP2")
+    moe = MoEConfig(moe_load_balancing="balanced", moe_input_jitter_eps=0.1)
+    model = moe_jax.transform(CONFIG | {"num_hidden_layers": 2, "mlp_only_layers": []}, moe)
+    tokens, key = put_batch(batches()[0]["tokens"]), jax.random.key(0)
+
+    def one_by_one(model, tokens):
+        tokens, inputs = model._prepare(tokens, None, None)
+        x, outputs = model.embed(tokens, model.dtype), []
+        for layer in range(2):
+            block = jax.tree.map(lambda a, layer=layer: a[layer], model.runs[0][0])
+            layer_key = jax.random.fold_in(key, layer)
+            x, output = block(x, inputs, model.dtype, train=True, key=layer_key)
+            outputs.append(output)
+        return jax.tree.map(lambda *a: jnp.stack(a), *outputs)
+
+    statistics, ids = jax.jit(one_by_one)(model, tokens)
+    scanned = jax.jit(lambda m, t: m(t, train=True, key=key, return_routing=True))(model, tokens)
+    np.testing.assert_array_equal(scanned.routing_ids, ids)
+    for name, value in vars(statistics).items():
+        np.testing.assert_allclose(getattr(scanned.router, name), value, rtol=EXACT, err_msg=name)

@@ -248,3 +248,25 @@ def test_torch_model_in_bf16_is_carried_over_exactly(tmp_path: Path) -> None:
     for name in theirs:
         assert ours[name].dtype == theirs[name].dtype
         assert ours[name].tobytes() == theirs[name].tobytes(), name
+
+
+@pytest.mark.parametrize("variant", ["mixtral", "qwen3_moe", "olmoe"])
+def test_the_hf_balancing_loss_is_transformers_value(variant: str, tmp_path: Path) -> None:
+    """Pooled over layers, k at balance, padding left out (C49); so a run begun in transformers goes on under the same loss."""
+    import torch
+
+    make_checkpoint(tmp_path, variant, dtype="float32")
+    ids = np.random.default_rng(0).integers(3, 96, (4, 40))
+    mask = np.ones_like(ids)
+    mask[0, :7], mask[2, 30:] = 0, 0
+    with torch.no_grad():
+        output = reference_model(tmp_path)(
+            torch.tensor(ids), attention_mask=torch.tensor(mask), output_router_logits=True
+        )
+    moe = moe_jax.MoEConfig(moe_load_balancing="aux_loss", moe_aux_loss_form="hf")
+    start("EP2xFSDP2")
+    model = moe_jax.transform(tmp_path, moe)
+    run = jax.jit(lambda m, t, s: m(t, s, train=True).aux_loss)
+    ours = run(model, put_batch(ids.astype(np.int32)), put_batch(mask.astype(np.int32)))
+    assert float(ours) == pytest.approx(float(output.aux_loss), rel=1e-6)
+    assert float(ours) > model.config.num_experts_per_tok  # not the value at balance
