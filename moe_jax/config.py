@@ -19,6 +19,7 @@ AUX_LOSS_FORMS = ("megatron", "hf", "sequence")
 EXPERT_BIAS_UPDATES = ("sign", "proportional")
 TOKEN_DROP_POLICIES = ("probs", "position")
 ROUTER_DTYPES = ("float32", "compute")
+EXCHANGES = ("all_to_all", "all_gather", "ragged", "auto")
 ROPE_TYPES = ("default", "linear", "dynamic", "yarn", "llama3")
 REMAT_POLICIES = ("full", "dispatched", "none")
 ACTIVATIONS = ("silu", "gelu", "gelu_pytorch_tanh", "relu")
@@ -109,6 +110,14 @@ class MoEConfig:
     global_token_shuffle: in training, permutes the tokens over the ranks of an expert group before they are routed, and back
         afterwards; outputs stay the same up to rounding, except for plans of local scope. Needs `key`.
     moe_all_to_all_dispatcher: True exchanges tokens by all-to-all, False by all-gather and reduce-scatter.
+    moe_exchange: None follows that switch; "auto" takes whichever sends fewer bytes, and says so once; "ragged" is an all-to-all
+        that sends only rows in use (XLA has it on GPU only; elsewhere whole blocks travel, with the same result).
+    moe_buffer_factor: the exchange's buffers hold so many times what a balanced routing needs, at least 1; a routing that needs
+        more takes further passes, which are counted.
+    moe_num_chunks: a device's tokens are exchanged and computed in so many parts, so that the exchange of one can run beside the
+        experts of another.
+    moe_combine_dtype: what a rank's results travel back in: "float32", or "compute" for the compute dtype, half the bytes in bf16.
+        Either way they are summed in float32.
     moe_aux_loss_coeff: weight of the load-balancing loss; applies under "aux_loss", and under "expert_bias" with form "sequence".
     moe_aux_loss_form: "megatron": per layer, 1 at balance for any k, summed over layers. "hf": pooled over the layers, k at
         balance, as in transformers. "sequence": per row of the batch and layer, 1 at balance (DeepSeek-V3, arXiv:2412.19437,
@@ -135,6 +144,10 @@ class MoEConfig:
     balance_scope: Literal["global", "local"] = "global"
     global_token_shuffle: bool = False
     moe_all_to_all_dispatcher: bool = True
+    moe_exchange: Literal["all_to_all", "all_gather", "ragged", "auto"] | None = None
+    moe_buffer_factor: float = 1.25
+    moe_num_chunks: int = 1
+    moe_combine_dtype: Literal["float32", "compute"] = "float32"
     moe_aux_loss_coeff: float = 0.001
     moe_aux_loss_form: Literal["megatron", "hf", "sequence"] = "megatron"
     moe_z_loss_coeff: float = 0.001
@@ -154,6 +167,8 @@ class MoEConfig:
             ("balance_scope", BALANCE_SCOPES),
             ("moe_aux_loss_form", AUX_LOSS_FORMS),
             ("moe_router_dtype", ROUTER_DTYPES),
+            ("moe_combine_dtype", ROUTER_DTYPES),
+            ("moe_exchange", (*EXCHANGES, None)),
             ("moe_token_drop_policy", TOKEN_DROP_POLICIES),
             ("expert_bias_update", EXPERT_BIAS_UPDATES),
         ):
@@ -171,6 +186,9 @@ class MoEConfig:
         require(factor is None or (_is_number(factor) and 0 < factor < float("inf")), "moe_expert_capacity_factor", factor,
                 "a positive number, or None to drop nothing")  # fmt: skip
         require(_is_number(rate) and 0 < rate < float("inf"), "expert_bias_update_rate", rate, "a positive number")
+        buffer, chunks = self.moe_buffer_factor, self.moe_num_chunks
+        require(_is_number(buffer) and 1 <= buffer < float("inf"), "moe_buffer_factor", buffer, "a number >= 1")
+        require(_is_int(chunks) and chunks >= 1, "moe_num_chunks", chunks, "a positive integer")
         cap, tol = self.sinkhorn_max_iterations, self.sinkhorn_tolerance
         require(_is_int(cap) and cap >= 1, "sinkhorn_max_iterations", cap, "a positive integer")
         require(_is_number(tol) and tol > 0, "sinkhorn_tolerance", tol, "a positive number")
@@ -181,8 +199,10 @@ class MoEConfig:
         if not self.smp_moe:
             require(mode in HF_MODES, "moe_load_balancing", mode,
                     "'aux_loss' or 'none' with smp_moe=False: the Hugging Face block routes by its own rule")  # fmt: skip
-            for name in ("global_token_shuffle", "moe_input_jitter_eps", "moe_expert_capacity_factor"):
+            for name in ("global_token_shuffle", "moe_input_jitter_eps", "moe_expert_capacity_factor", "moe_exchange"):
                 require(not getattr(self, name), name, getattr(self, name), "left out with smp_moe=False")
+        require(self.moe_all_to_all_dispatcher or self.moe_exchange in (None, "all_gather"), "moe_exchange", self.moe_exchange,
+                "None or 'all_gather' with moe_all_to_all_dispatcher=False")  # fmt: skip
         require(form == "megatron" or mode == "aux_loss" or (form == "sequence" and mode == "expert_bias"),
                 "moe_aux_loss_form", form, "'megatron' unless moe_load_balancing is 'aux_loss' (or 'expert_bias', which takes "
                 f"'sequence'), but that is {mode!r}")  # fmt: skip

@@ -20,7 +20,8 @@ from moe_jax.layers.init import fold_keys
 from moe_jax.layers.mlp import MLP
 from moe_jax.layers.norm import RMSNorm
 from moe_jax.layers.rope import rope_tables, segment_positions
-from moe_jax.moe.layer import DISPATCHED_NAME, ROUTING_NAME, MoE
+from moe_jax.moe.layer import ROUTING_NAME, MoE
+from moe_jax.moe.routed import DISPATCHED_NAME
 from moe_jax.moe.statistics import RouterStatistics, pooled_aux_loss
 from moe_jax.sharding import batch_spec, is_param
 from moe_jax.source import HFSource
@@ -289,7 +290,7 @@ def _in_layer_order(collected: list, config: ModelConfig) -> tuple[RouterStatist
         return RouterStatistics(
             counts=per_expert.astype(jnp.int32), dropped=nothing.astype(jnp.int32), mean_probs=per_expert, entropy=nothing,
             aux_loss=nothing, z_loss=nothing, mean_logit=nothing, max_logit=nothing,
-            plan_iterations=nothing.astype(jnp.int32),
+            plan_iterations=nothing.astype(jnp.int32), extra_passes=nothing.astype(jnp.int32),
         ), None  # fmt: skip
     return jax.tree.map(lambda *layers: jnp.stack(layers), *outputs)
 

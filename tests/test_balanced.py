@@ -111,7 +111,7 @@ def total(scores: np.ndarray, ids: np.ndarray) -> float:
     return float(np.take_along_axis(scores.astype(np.float64), ids, axis=1).sum())
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(
     shape=st.sampled_from(SHAPES),
     num_tokens=st.integers(0, 60),
@@ -152,6 +152,17 @@ def test_hand_worked_tokens():
     np.testing.assert_array_equal(ids[:, 0], [0, 1, 1, 0])
 
 
+def test_hand_worked_repair(monkeypatch):
+    """Six tokens on expert 0 of 3. The four that lose least want expert 1, which takes the cheapest two; two go on to 2."""
+    monkeypatch.setattr(balanced, "MAX_PRICE_STEPS", 0)
+    loss = np.array([3, 9, 1, 4, 8, 2], np.float32)
+    scores = jnp.asarray(np.stack([0 * loss, -loss, -loss - 1], axis=1))
+    ids, diagnostics = balanced_assignment(scores, jnp.ones(6, bool), jnp.arange(6), 1, ())
+    np.testing.assert_array_equal(ids[:, 0], [2, 0, 1, 2, 0, 1])
+    assert int(diagnostics.repair_rounds) == 2
+    assert not diagnostics.finished
+
+
 @pytest.mark.parametrize("kind", ["random", "skewed", "correlated", "large", "one dominates", "integers"])
 @pytest.mark.parametrize(("num_experts", "top_k"), [(2, 1), (6, 1), (8, 2), (9, 4), (16, 5)])
 def test_sum_of_scores_is_near_the_optimum(kind, num_experts, top_k):
@@ -182,7 +193,7 @@ def test_ids_are_ordered_by_score_then_by_id(kind):
 
 
 @pytest.mark.parametrize("mesh", ["EP2", "FSDP4", "EP2xFSDP2", "EP8", "replica2xEP2xFSDP2"])
-@pytest.mark.parametrize("kind", ["random", "skewed", "correlated", "integers", "equal"])
+@pytest.mark.parametrize("kind", ["random", "correlated", "equal"])
 def test_meshes_assign_alike(mesh, kind):
     """Bit for bit, prices included, with the padding all over the devices and one of them with nothing else."""
     scores = make_scores(kind, ROWS, 9, 3)

@@ -29,14 +29,28 @@ def grouped_matmul(
     return _rows_times_matrix(x_MD, w_EDF, group_sizes_E, transpose=False)
 
 
+def input_gradient(
+    dy_MF: Float[Array, "M F"], w_EDF: Float[Array, "E D F"], group_sizes_E: Int[Array, " E"]
+) -> Float[Array, "M D"]:
+    """Row m of group e times the transpose of w[e], in the dtype of dy: the product's gradient with respect to x."""
+    return _rows_times_matrix(dy_MF, w_EDF, group_sizes_E, transpose=True)
+
+
+def weight_gradient(
+    x_MD: Float[Array, "M D"], dy_MF: Float[Array, "M F"], group_sizes_E: Int[Array, " E"]
+) -> Float[Array, "E D F"]:
+    """x[rows of e]^T dy[rows of e], float32: the product's gradient with respect to w. Rows of no group take no part."""
+    return _weight_gradient(x_MD, dy_MF, group_sizes_E)
+
+
 def _forward(x_MD, w_EDF, group_sizes_E):
     return grouped_matmul(x_MD, w_EDF, group_sizes_E), (x_MD, w_EDF, group_sizes_E)
 
 
 def _backward(residuals, dy_MF):
     x_MD, w_EDF, group_sizes_E = residuals
-    dx_MD = _rows_times_matrix(dy_MF, w_EDF, group_sizes_E, transpose=True)
-    dw_EDF = _weight_gradient(x_MD, dy_MF, group_sizes_E)
+    dx_MD = input_gradient(dy_MF, w_EDF, group_sizes_E)
+    dw_EDF = weight_gradient(x_MD, dy_MF, group_sizes_E)
     return dx_MD.astype(x_MD.dtype), dw_EDF.astype(w_EDF.dtype), None
 
 

@@ -3,6 +3,12 @@
 T tokens of this device, E experts, K experts per token, N real tokens of all devices. Prices per expert bring the tokens' own
 top-K near balance; a few moves with the least regret then make it exact. Everything that crosses devices is an integer, a
 maximum or a minimum, and everything else is rounded once, so that the ids are the same bit for bit on every mesh.
+
+Cost, in passes over [T, E] (one comparison or reduction; nothing larger is stored) and in collectives (at most 3 E numbers each):
+a price step takes 2 K + 27 passes and 10 collectives, a repair round about 110 and 35 (205 and 67 with equal regrets), the finisher
+passes over [T, 1] only and 18 (34) collectives for each expert. Normal logits took 2 to 10 price steps and 1 to 7 rounds; 64
+experts with K = 1 and logits of rank 3 all 32 steps and 3 rounds. At most 32 steps, 16 rounds, and the finisher, which did not
+run on any of them.
 """
 
 import dataclasses
@@ -71,20 +77,20 @@ def balanced_assignment(
         diagnostics = BalanceDiagnostics(prices_E, no_steps, no_steps, no_steps > 0)
         return _best_ids(scores_TE, top_k), diagnostics
 
+    num_tokens = sum_over(jnp.sum(mask_T, dtype=jnp.int32), axes)
     with jax.named_scope("prices"):
         distinct_TE = _break_ties(scores_TE - jnp.max(scores_TE, axis=1, keepdims=True), token_T)
-        prices_E, iterations = _find_prices(distinct_TE, mask_T, top_k, axes, others)
+        prices_E, iterations = _find_prices(distinct_TE, mask_T, num_tokens, top_k, axes, others)
         values_TE = distinct_TE + prices_E[None, :]
         held_TE = _hold_best(values_TE, mask_T, top_k)[0]
-        quota_E = _quotas(_count(held_TE, axes), prices_E, mask_T, top_k, axes)
+        quota_E = _quotas(_count(held_TE, axes), prices_E, num_tokens, top_k)
     with jax.named_scope("repair"):
         held_TE, repair_rounds = _repair(held_TE, values_TE, token_T, quota_E, axes, others)
     with jax.named_scope("finish"):
         finished = jnp.any(_count(held_TE, axes) != quota_E)
         held_TE = _finish(held_TE, values_TE, mask_T, token_T, quota_E, top_k, axes, finished)
-    return _best_ids(jnp.where(held_TE, scores_TE, -jnp.inf), top_k), BalanceDiagnostics(
-        prices_E, iterations, repair_rounds, finished
-    )
+    ids_TK = _best_ids(jnp.where(held_TE, scores_TE, -jnp.inf), top_k)
+    return ids_TK, BalanceDiagnostics(prices_E, iterations, repair_rounds, finished)
 
 
 def _break_ties(scores_TE: jax.Array, token_T: jax.Array) -> jax.Array:
@@ -107,15 +113,12 @@ def _count(held_TE: jax.Array, axes: tuple[str, ...]) -> jax.Array:
     return sum_over(jnp.sum(held_TE, axis=0, dtype=jnp.int32), axes)
 
 
-def _quotas(
-    counts_E: jax.Array, prices_E: jax.Array, mask_T: jax.Array, top_k: int, axes: tuple[str, ...]
-) -> jax.Array:
+def _quotas(counts_E: jax.Array, prices_E: jax.Array, num_tokens: jax.Array, top_k: int) -> jax.Array:
     """int32 [E], floor(N K / E), and one more for the N K mod E experts with the lowest prices, then the highest counts.
 
     The lowest prices are on the experts whose next token would add most to the sum of scores.
     """
     num_experts = counts_E.shape[0]
-    num_tokens = sum_over(jnp.sum(mask_T, dtype=jnp.int32), axes)
     # N K may not fit into int32; its quotient and remainder do.
     rest = num_tokens % num_experts * top_k
     floor, num_ceil = num_tokens // num_experts * top_k + rest // num_experts, rest % num_experts
@@ -167,7 +170,12 @@ def _hold_best(values_TE: jax.Array, mask_T: jax.Array, top_k: int) -> tuple[jax
 
 
 def _find_prices(
-    scores_TE: jax.Array, mask_T: jax.Array, top_k: int, axes: tuple[str, ...], others: frozenset[str]
+    scores_TE: jax.Array,
+    mask_T: jax.Array,
+    num_tokens: jax.Array,
+    top_k: int,
+    axes: tuple[str, ...],
+    others: frozenset[str],
 ) -> tuple[jax.Array, jax.Array]:
     """(prices [E] under which the tokens' own top-K is nearly balanced, number of steps).
 
@@ -176,14 +184,13 @@ def _find_prices(
     the scores. A step goes 7/8 of the way; half where it turned back, since two experts that share their tokens would swap them.
     """
     num_experts = scores_TE.shape[1]
-    num_tokens = sum_over(jnp.sum(mask_T, dtype=jnp.int32), axes)
     tolerated = (num_tokens.astype(jnp.float32) * (top_k * TOLERATED_EXCESS)).astype(jnp.int32)
 
     def evaluate(prices_E: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
         """(margins, counts, quotas) of the top-K under these prices."""
         held_TE, margin_TE = _hold_best(scores_TE + prices_E[None, :], mask_T, top_k)
         counts_E = _count(held_TE, axes)
-        return margin_TE, counts_E, _quotas(counts_E, prices_E, mask_T, top_k, axes)
+        return margin_TE, counts_E, _quotas(counts_E, prices_E, num_tokens, top_k)
 
     def change(margin_TE: jax.Array, quota_E: jax.Array) -> jax.Array:
         """The change of each price that leaves `quota` margins positive, the other prices fixed."""

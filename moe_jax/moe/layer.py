@@ -14,20 +14,18 @@ from jax.ad_checkpoint import checkpoint_name
 from moe_jax.collectives import gather_whole, vary_like
 from moe_jax.config import ModelConfig, MoEConfig
 from moe_jax.layers.init import fold_keys, normal
-from moe_jax.layers.mlp import ACTIVATION_FUNCTIONS
 from moe_jax.moe.balancing import choose_experts, scope_axes
 from moe_jax.moe.capacity import within_capacity
-from moe_jax.moe.dispatch import get_dispatcher
-from moe_jax.moe.experts import expert_mlp
+from moe_jax.moe.exchange import choose_exchange, exchange_shape
+from moe_jax.moe.experts import Weights
+from moe_jax.moe.routed import RoutedSettings, routed_experts
 from moe_jax.moe.router import Routing, drop, jitter, router_logits, softmax_routing
 from moe_jax.moe.shuffle import make_shuffle, shuffle, unshuffle
 from moe_jax.moe.statistics import RouterStatistics, router_statistics
 from moe_jax.sharding import BATCH, P, param_spec
 
-# Values that rematerialisation may keep: the routing always (so that a recomputed layer routes alike), the received
-# rows on demand.
+# What rematerialisation always keeps, so that a recomputed layer routes alike.
 ROUTING_NAME = "moe_routing"
-DISPATCHED_NAME = "moe_dispatched"
 
 
 class MoE(nnx.Module):
@@ -117,7 +115,7 @@ class MoE(nnx.Module):
             # Typed as varying before the gather, so that the gradient is scattered before it is summed over the replicas.
             gate_up_EHGI = gather_whole(vary_like(gate_up_EHGI, x_TH), gate_up_spec, ("fsdp",))
             down_EIH = gather_whole(vary_like(down_EIH, x_TH), down_spec, ("fsdp",))
-        y_TH = self._exchange_and_compute(routed[0], routing, gate_up_EHGI, down_EIH)
+        y_TH, extra_passes = self._exchange_and_compute(routed[0], routing, Weights(gate_up_EHGI, down_EIH))
         ids_TK = routing.expert_ids_TK
         num_dropped = jnp.sum(choice_TK != ids_TK, dtype=jnp.int32)
         if order is not None:
@@ -126,6 +124,7 @@ class MoE(nnx.Module):
             statistics = router_statistics(
                 logits_TE, choice_TK, mask_T, BATCH,
                 num_groups=self._loss_groups(rows), dropped=num_dropped, plan_iterations=iterations,
+                extra_passes=extra_passes,
             )  # fmt: skip
         return y_TH.reshape(x_BSH.shape), statistics, ids_TK.reshape(rows, length, -1)
 
@@ -144,20 +143,27 @@ class MoE(nnx.Module):
             routing = drop(routing, checkpoint_name(fits_TK, ROUTING_NAME), self.config.num_experts)
         return routing, choice_TK, iterations
 
-    def _exchange_and_compute(self, x_TH: jax.Array, routing: Routing, gate_up_EHGI, down_EIH) -> jax.Array:
-        """Tokens to their experts, through them, and back: [T, H] in the dtype of x."""
-        dispatcher = get_dispatcher(self._dispatcher_name())
-        with jax.named_scope("dispatch"):
-            received, plan = dispatcher.dispatch(x_TH, routing, self.config.num_experts)
-            rows_MH, ids_MK, weights_MK = (
-                checkpoint_name(a, DISPATCHED_NAME)
-                for a in (received.rows_MH, received.expert_ids_MK, received.weights_MK)
-            )
+    def _exchange_and_compute(self, x_TH: jax.Array, routing: Routing, weights: Weights) -> tuple[jax.Array, jax.Array]:
+        """Tokens to their experts, through them, and back: ([T, H] in the dtype of x, number of passes beyond the first)."""
+        moe, config, num_ranks = self.moe, self.config, lax.axis_size("expert")
+        sizes = {
+            "num_tokens": -(-x_TH.shape[0] // moe.moe_num_chunks),
+            "top_k": config.num_experts_per_tok,
+            "num_experts": config.num_experts,
+            "num_ranks": num_ranks,
+            "buffer_factor": moe.moe_buffer_factor,
+        }
+        kind = moe.moe_exchange or ("all_to_all" if moe.moe_all_to_all_dispatcher else "all_gather")
+        if num_ranks == 1:
+            kind = "local"
+        elif kind == "auto":
+            kind = choose_exchange(**sizes)
+        settings = RoutedSettings(
+            shape=exchange_shape(kind, **sizes), num_chunks=moe.moe_num_chunks, activation=config.hidden_act,
+            combine_dtype=x_TH.dtype if moe.moe_combine_dtype == "compute" else None,
+        )  # fmt: skip
         with jax.named_scope("experts"):
-            activation = ACTIVATION_FUNCTIONS[self.config.hidden_act]
-            y_MH = expert_mlp(rows_MH, ids_MK, weights_MK, gate_up_EHGI, down_EIH, activation)
-        with jax.named_scope("combine"):
-            return dispatcher.combine(y_MH, plan).astype(x_TH.dtype)
+            return routed_experts(settings, x_TH, routing.weights_TK, routing.expert_ids_TK, weights)
 
     def _loss_groups(self, rows: int) -> int | None:
         """Over how many groups of this device's tokens the balancing loss is taken; None: over the whole batch."""
@@ -165,8 +171,3 @@ class MoE(nnx.Module):
             return rows
         is_local = self.moe.balance_scope == "local" and self.moe.moe_load_balancing == "aux_loss"
         return 1 if is_local else None
-
-    def _dispatcher_name(self) -> str:
-        if lax.axis_size("expert") == 1:
-            return "local"
-        return "all_to_all" if self.moe.moe_all_to_all_dispatcher else "all_gather"

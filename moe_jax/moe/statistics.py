@@ -25,6 +25,7 @@ class RouterStatistics:
     z_loss: float32, mean of logsumexp(logits)^2 (ST-MoE, arXiv:2202.08906, eq. 5).
     mean_logit, max_logit: float32, over tokens and experts; 0 without a real token.
     plan_iterations: int32, iterations of the sinkhorn or balanced plan; 0 where the mode has none.
+    extra_passes: int32, passes of the exchange beyond the first of each chunk; 0 where the buffers held everything.
     """
 
     counts: jax.Array
@@ -36,6 +37,7 @@ class RouterStatistics:
     mean_logit: jax.Array
     max_logit: jax.Array
     plan_iterations: jax.Array
+    extra_passes: jax.Array
 
 
 def router_statistics(
@@ -47,6 +49,7 @@ def router_statistics(
     num_groups: int | None = None,
     dropped: jax.Array | int = 0,
     plan_iterations: jax.Array | int = 0,
+    extra_passes: jax.Array | int = 0,
 ) -> RouterStatistics:
     """The layer's statistics and losses; gradients flow through the probabilities and the logits, not through the counts.
 
@@ -54,7 +57,7 @@ def router_statistics(
     eq. 4, divided by K: 1 at perfect balance for any K). It is taken over the global batch, or with `num_groups` over each of
     so many groups of T / G consecutive tokens on every device, and averaged over them by their real tokens.
 
-    expert_ids_TK: E for padding. dropped: this device's share of the dropped pairs.
+    expert_ids_TK: E for padding. dropped: this device's share of the dropped pairs. extra_passes: equal on all devices.
     """
     num_experts, top_k = logits_TE.shape[1], expert_ids_TK.shape[1]
     real_T = mask_T.astype(jnp.float32)
@@ -93,6 +96,7 @@ def router_statistics(
         mean_logit=sums["logits"] / num_tokens,
         max_logit=jnp.where(sums["tokens"] > 0, max_logit, 0.0),
         plan_iterations=iterations,
+        extra_passes=jnp.asarray(extra_passes, jnp.int32),
     )
 
 
@@ -147,4 +151,5 @@ def combine_statistics(micro: RouterStatistics, weights_A: jax.Array) -> RouterS
         mean_logit=mean(micro.mean_logit),
         max_logit=jnp.max(micro.max_logit, axis=0),
         plan_iterations=jnp.max(micro.plan_iterations, axis=0),
+        extra_passes=jnp.sum(micro.extra_passes, axis=0),
     )
