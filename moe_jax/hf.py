@@ -256,7 +256,7 @@ def _check(config: ModelConfig, moe: MoEConfig) -> None:
     if not moe.uses_aux_loss and moe.moe_aux_loss_coeff:
         _warn_once(
             f"moe_aux_loss_coeff {moe.moe_aux_loss_coeff:g} has no effect with moe_load_balancing="
-            f"{moe.moe_load_balancing!r}: it applies under 'aux_loss' only"
+            f"{moe.moe_load_balancing!r}: it applies under 'aux_loss' (and 'expert_bias' with moe_aux_loss_form='sequence') only"
         )
     if moe.benchmark_only_uniform_routing:
         _warn_once(

@@ -43,6 +43,7 @@ class StepMetrics:
     entropy: [L], mean entropy of the routing, in nats. layer_aux, layer_z: [L], unweighted.
     mean_logit, max_logit: [L], of the router's logits over the real tokens.
     plan_iterations: int32 [L], of the plan that balances the load; 0 where the mode has none.
+    extra_passes: int32 [L], of the exchange, beyond the first of each chunk; 0 where its buffers held everything.
     bias_min, bias_max: [L], range of the bias by which experts are chosen; 0 where the mode has none.
     """
 
@@ -61,6 +62,7 @@ class StepMetrics:
     mean_logit: Any
     max_logit: Any
     plan_iterations: Any
+    extra_passes: Any
     bias_min: Any
     bias_max: Any
 
@@ -120,6 +122,7 @@ def _layer_figures(host: StepMetrics) -> Record:
         "layer_dropped": np.asarray(host.dropped).tolist(),
         **{name: _shortened(getattr(host, name)) for name in floats},
         "plan_iterations": np.asarray(host.plan_iterations).tolist(),
+        "extra_passes": np.asarray(host.extra_passes).tolist(),
         "counts": np.asarray(host.counts).tolist(),
     }
 

@@ -9,8 +9,9 @@ import math
 import re
 from collections.abc import Mapping
 
-from moe_jax.config import LayerConfig, ModelConfig
+from moe_jax.config import LayerConfig, ModelConfig, MoEConfig
 from moe_jax.model import layer_runs
+from moe_jax.moe.exchange import ExchangeShape, layer_exchange
 
 _ITEM_BYTES = {
     "pred": 1,
@@ -46,10 +47,12 @@ def step_collectives(
     rows: int,
     length: int,
     item_bytes: int,
-    all_to_all: bool,
+    moe: MoEConfig,
     gradient_kind: str = "reduce-scatter",
 ) -> Table:
     """The collectives of one step over `rows` x `length` tokens, rematerialised ("full"), by formula.
+
+    Of the exchange the first pass of every chunk: how many more there are is up to the routing. Not for the "ragged" one.
 
     item_bytes: size of the compute dtype. gradient_kind: how the gradient of a layer's dense weight is reduced: GPUs
     "reduce-scatter" it, XLA on CPU shows an "all-reduce" of the whole gradient. Left out: what is no larger than a norm's
@@ -73,9 +76,10 @@ def step_collectives(
                     size = columns * config.hidden_size * config.moe_intermediate_size * config.num_experts
                     _add_manual(table, size // mesh_shape["expert"], ("fsdp",), mesh_shape, item_bytes, gathers=2,
                                 repeats=run.repeats)  # fmt: skip
-                exchange = _all_to_all if all_to_all else _all_gather
-                for collective, count in exchange(config, mesh_shape["expert"], tokens, item_bytes).items():
-                    table[collective] += count * run.repeats
+                exchange = layer_exchange(config, moe, tokens, mesh_shape["expert"])
+                combine_bytes = item_bytes if moe.moe_combine_dtype == "compute" else 4
+                for collective, count in _exchange(exchange, config.hidden_size, item_bytes, combine_bytes).items():
+                    table[collective] += count * run.repeats * moe.moe_num_chunks
     return {collective: count for collective, count in table.items() if count}
 
 
@@ -114,40 +118,29 @@ def _add_manual(
         table[Collective("all-reduce", size // shards * item_bytes)] += repeats
 
 
-def _all_to_all(config: ModelConfig, num_ranks: int, tokens: int, item_bytes: int) -> Table:
-    """Rows there (forward, recomputed, and their gradient back), results back in float32 (and their gradient), ids, weights."""
-    if num_ranks == 1:
+def _exchange(shape: ExchangeShape, hidden: int, item_bytes: int, combine_bytes: int) -> Table:
+    """One chunk's first pass: rows there (forward, recomputed, and dy), results and dx back; routing twice, its gradient."""
+    if shape.kind == "local":
         return {}
-    slots = num_ranks * tokens
     table: collections.Counter[Collective] = collections.Counter()
-    table[Collective("all-to-all", slots * config.hidden_size * item_bytes)] += 3
-    table[Collective("all-to-all", slots * config.hidden_size * 4)] += 2
-    table[Collective("all-to-all", slots * config.num_experts_per_tok * 4)] += 2 + 3
+    there, back = ("all-gather", "reduce-scatter") if shape.kind == "all_gather" else ("all-to-all", "all-to-all")
+    rows, rows_back = shape.num_rows, shape.num_tokens if shape.kind == "all_gather" else shape.num_rows
+    table[Collective(there, rows * hidden * item_bytes)] += 3
+    table[Collective(there, rows * 2 * shape.top_k * 4)] += 2
+    table[Collective(back, rows_back * hidden * combine_bytes)] += 1
+    table[Collective(back, rows_back * hidden * item_bytes)] += 1
+    table[Collective(back, rows_back * shape.top_k * 4)] += 1
     return table
 
 
-def _all_gather(config: ModelConfig, num_ranks: int, tokens: int, item_bytes: int) -> Table:
-    """Rows, ids and weights gathered (twice), results scattered in float32, and the transposes of both."""
-    if num_ranks == 1:
-        return {}
-    all_tokens, hidden, top_k = num_ranks * tokens, config.hidden_size, config.num_experts_per_tok
-    table: collections.Counter[Collective] = collections.Counter()
-    table[Collective("all-gather", all_tokens * hidden * item_bytes)] += 2
-    table[Collective("all-gather", all_tokens * hidden * 4)] += 1
-    table[Collective("all-gather", all_tokens * top_k * 4)] += 4
-    table[Collective("reduce-scatter", tokens * hidden * 4)] += 1
-    table[Collective("reduce-scatter", tokens * hidden * item_bytes)] += 1
-    table[Collective("reduce-scatter", tokens * top_k * 4)] += 1
-    return table
-
-
-def read_collectives(hlo: str, min_bytes: int = 0) -> Table:
+def read_collectives(hlo: str, min_bytes: int = 0, *, data_loops: int = 0) -> Table:
     """The collectives of a compiled program's text (`compiled.as_text()`), with results of at least `min_bytes`.
 
-    A loop of known trip count counts that often, another once. Groups of one device send nothing and are left out. The parts of
+    A loop of known trip count counts that often; one whose length is data (further passes of an exchange, the iterations of a
+    plan) counts `data_loops` times. Groups of one device send nothing and are left out. The parts of
     a combined collective count one by one, except for the parts of one all-to-all, which are one buffer.
     """
-    times = _loop_counts(hlo)
+    times = _loop_counts(hlo, data_loops)
     table: collections.Counter[Collective] = collections.Counter()
     for computation, body in _computations(hlo):
         for shapes, kind in _collectives_of(body):
@@ -155,7 +148,7 @@ def read_collectives(hlo: str, min_bytes: int = 0) -> Table:
             for size in sizes:
                 if size >= min_bytes:
                     table[Collective(kind, size)] += times.get(computation, 1)
-    return dict(table)
+    return {collective: count for collective, count in table.items() if count}
 
 
 def _computations(hlo: str) -> list[tuple[str, str]]:
@@ -192,14 +185,14 @@ def _group_size(line: str) -> int:
     return 2  # a permute, or groups that are left out because they hold all devices
 
 
-def _loop_counts(hlo: str) -> dict[str, int]:
+def _loop_counts(hlo: str, data_loops: int) -> dict[str, int]:
     """Computation -> how often the loops around it run."""
     inside: dict[str, tuple[str, int]] = {}
     for computation, body in _computations(hlo):
         for line in body.splitlines():
             if match := re.search(r" while\(.*body=%?([\w.\-]+)", line):
                 count = re.search(r'known_trip_count[":{\s]+n[":\s]+(\d+)', line)
-                inside[match[1]] = (computation, int(count[1]) if count else 1)
+                inside[match[1]] = (computation, int(count[1]) if count else data_loops)
             for called in re.findall(r"(?:calls|to_apply|true_computation|false_computation)=%?([\w.\-]+)", line):
                 inside.setdefault(called, (computation, 1))
 

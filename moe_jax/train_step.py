@@ -47,7 +47,7 @@ def make_train_step(optimizer: optax.GradientTransformation, schedule: optax.Sch
             learning_rate=jnp.asarray(schedule(state.step), jnp.float32), num_labels=parts.count,
             counts=router.counts, dropped=router.dropped, entropy=router.entropy, layer_aux=router.aux_loss,
             layer_z=router.z_loss, mean_logit=router.mean_logit, max_logit=router.max_logit,
-            plan_iterations=router.plan_iterations, bias_min=bias_min, bias_max=bias_max,
+            plan_iterations=router.plan_iterations, extra_passes=router.extra_passes, bias_min=bias_min, bias_max=bias_max,
         )  # fmt: skip
         return TrainState(model, opt_state, state.step + 1), metrics
 

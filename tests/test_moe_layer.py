@@ -3,6 +3,8 @@
 x carries the router's logits in its first E channels and the router is the identity on them, so a test says who goes where.
 """
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -40,6 +42,9 @@ def routing_logits(pattern: str, num_experts: int, seed: int = 0) -> np.ndarray:
         logits[:, num_experts // 2] += 9
     elif pattern == "one rank's tokens to one expert":
         logits[: 2 * LENGTH, 0] += 9
+    elif pattern == "balanced":
+        chosen = (np.arange(len(logits))[:, None] * 2 + np.arange(2)[None]) % num_experts
+        np.put_along_axis(logits, chosen, 9 + np.arange(2)[None].astype(np.float32), axis=1)
     elif pattern == "half of the experts empty":
         logits[:, ::2] -= 30
     return logits
@@ -63,40 +68,50 @@ def check(
     mask: np.ndarray | None = None,
     norm_topk_prob: bool = True,
     mode: str = "none",
-) -> np.ndarray:
-    """Compares output, losses, counts and all gradients with the dense layer in float64, and returns the output."""
+    patterns: tuple[str, ...] = (),
+    **settings: Any,
+) -> tuple[np.ndarray, list[int]]:
+    """Compares output, losses, counts and all gradients with the dense layer in float64, for one routing after the other.
+
+    Returns the last output and each routing's number of extra passes.
+    """
     start(mesh)
-    moe = MoEConfig(moe_load_balancing=mode, moe_all_to_all_dispatcher=dispatcher)
+    moe = MoEConfig(moe_load_balancing=mode, moe_all_to_all_dispatcher=dispatcher, **settings)
     layer = make_layer(num_experts, top_k, norm_topk_prob, moe)
-    rng = np.random.default_rng(1)
-    x = rng.normal(size=(ROWS * LENGTH, HIDDEN)).astype(np.float32)
-    x[:, :num_experts] = routing_logits(pattern, num_experts)
     mask = np.ones((ROWS, LENGTH), bool) if mask is None else mask
-    dy = rng.normal(size=x.shape).astype(np.float32)
 
     def objective(layer, x, mask, dy):
         y, statistics, ids = layer(x, mask, jnp.float32, train=True)
         return jnp.sum(y * dy) + AUX * statistics.aux_loss + Z * statistics.z_loss, (y, statistics, ids)
 
-    shaped = lambda a: put_batch(a.reshape(ROWS, LENGTH, -1))  # noqa: E731
     step = jax.jit(jax.value_and_grad(objective, argnums=(0, 1), has_aux=True))
-    (_, (y, statistics, ids)), (d_layer, dx) = step(layer, shaped(x), put_batch(mask), shaped(dy))
-    ids = np.asarray(ids).reshape(-1, top_k)
-    np.testing.assert_array_equal(np.all(ids == num_experts, axis=1), ~mask.reshape(-1))
-    if mode != "sinkhorn":
-        np.testing.assert_array_equal(ids[mask.reshape(-1)], top_k_ids(x[mask.reshape(-1), :num_experts], top_k))
-    names = ("router", "gate_up", "down")
-    (out, aux, z), dx_expected, d_weights = dense_moe_float64(
-        x, {n: getattr(layer, n)[...] for n in names}, ids, (dy, AUX, Z), norm_topk_prob=norm_topk_prob
-    )
-    expected = {"y": out, "aux": aux, "z": z, "x": dx_expected, **d_weights}
-    ours = {"y": y, "aux": statistics.aux_loss, "z": statistics.z_loss, "x": dx}
-    ours |= {n: getattr(d_layer, n)[...] for n in names}
-    for name, value in expected.items():
-        assert relative_norm(np.reshape(ours[name], value.shape), value) < F32_RELATIVE, name
-    np.testing.assert_array_equal(statistics.counts, np.bincount(ids.reshape(-1), minlength=num_experts)[:num_experts])
-    assert int(statistics.dropped) == 0
-    return np.asarray(y)
+    extra = []
+    for each in (pattern, *patterns):
+        rng = np.random.default_rng(1)
+        x = rng.normal(size=(ROWS * LENGTH, HIDDEN)).astype(np.float32)
+        x[:, :num_experts] = routing_logits(each, num_experts)
+        dy = rng.normal(size=x.shape).astype(np.float32)
+        shaped = lambda a: put_batch(a.reshape(ROWS, LENGTH, -1))  # noqa: E731
+        (_, (y, statistics, ids)), (d_layer, dx) = step(layer, shaped(x), put_batch(mask), shaped(dy))
+        ids = np.asarray(ids).reshape(-1, top_k)
+        np.testing.assert_array_equal(np.all(ids == num_experts, axis=1), ~mask.reshape(-1))
+        if mode != "sinkhorn":
+            np.testing.assert_array_equal(ids[mask.reshape(-1)], top_k_ids(x[mask.reshape(-1), :num_experts], top_k))
+        names = ("router", "gate_up", "down")
+        (out, aux, z), dx_expected, d_weights = dense_moe_float64(
+            x, {n: getattr(layer, n)[...] for n in names}, ids, (dy, AUX, Z), norm_topk_prob=norm_topk_prob
+        )
+        expected = {"y": out, "aux": aux, "z": z, "x": dx_expected, **d_weights}
+        ours = {"y": y, "aux": statistics.aux_loss, "z": statistics.z_loss, "x": dx}
+        ours |= {n: getattr(d_layer, n)[...] for n in names}
+        for name, value in expected.items():
+            assert relative_norm(np.reshape(ours[name], value.shape), value) < F32_RELATIVE, (each, name)
+        counts = np.bincount(ids.reshape(-1), minlength=num_experts)[:num_experts]
+        np.testing.assert_array_equal(statistics.counts, counts)
+        assert int(statistics.dropped) == 0
+        extra.append(int(statistics.extra_passes))
+    assert step._cache_size() == 1
+    return np.asarray(y), extra
 
 
 @pytest.mark.parametrize("dispatcher", [True, False], ids=["all_to_all", "all_gather"])
@@ -105,18 +120,41 @@ def test_random_routing_equals_the_dense_layer_on_every_mesh(mesh, dispatcher):
     check(mesh, "random", dispatcher=dispatcher)
 
 
-@pytest.mark.parametrize("dispatcher", [True, False], ids=["all_to_all", "all_gather"])
-@pytest.mark.parametrize(
-    "pattern", ["zipf", "one expert", "one rank's tokens to one expert", "half of the experts empty"]
+ADVERSARIAL = (
+    "one expert",
+    "random",
+    "zipf",
+    "one rank's tokens to one expert",
+    "half of the experts empty",
+    "balanced",
 )
-def test_adversarial_routing_is_exact(pattern, dispatcher):
-    check("EP4xFSDP2", pattern, dispatcher=dispatcher)
+
+
+@pytest.mark.parametrize(
+    ("mesh", "settings"),
+    [
+        ("EP4xFSDP2", {}),
+        ("EP4xFSDP2", {"moe_all_to_all_dispatcher": False}),
+        ("EP4xFSDP2", {"moe_exchange": "ragged", "moe_buffer_factor": 1.0}),
+        ("EP8", {"moe_num_chunks": 2, "moe_buffer_factor": 1.0}),
+        ("EP2", {"moe_num_chunks": 4}),
+    ],
+    ids=["all_to_all", "all_gather", "ragged", "two chunks", "four chunks"],
+)
+def test_any_routing_is_exact_one_after_the_other(mesh, settings):
+    """The heavy one first: what it left in a buffer must not matter to the next, and nothing is compiled anew."""
+    first, *others = ADVERSARIAL
+    dispatcher = settings.pop("moe_all_to_all_dispatcher", True)
+    _, extra = check(mesh, first, patterns=tuple(others), dispatcher=dispatcher, **settings)
+    assert extra[0] > 0  # the buffers did overflow
+    if settings.get("moe_buffer_factor", 1.25) > 1 and settings.get("moe_num_chunks", 1) == 1:
+        assert extra[-1] == 0  # and hold a balanced routing
 
 
 @pytest.mark.parametrize(("num_experts", "top_k"), [(8, 1), (8, 8), (16, 8), (4, 3)])
 def test_any_number_of_experts_per_token(num_experts, top_k):
-    """k = 1, k = E, more than a rank's experts per token, E = EP."""
-    check("EP4xFSDP2", "random", num_experts, top_k, norm_topk_prob=False)
+    """k = 1, k = E, more than a rank's experts per token, E = EP; all tokens to one rank's experts."""
+    check("EP4xFSDP2", "random", num_experts, top_k, norm_topk_prob=False, patterns=("zipf",), moe_buffer_factor=1.0)
 
 
 @pytest.mark.parametrize("dispatcher", [True, False], ids=["all_to_all", "all_gather"])
@@ -124,7 +162,7 @@ def test_padding_goes_nowhere_even_when_a_rank_has_nothing_else(dispatcher):
     mask = np.ones((ROWS, LENGTH), bool)
     mask[:4] = False  # the first ranks have no token at all
     mask[7, 2:5], mask[9, :3], mask[11, 4:] = False, False, False
-    y = check("EP4xFSDP2", "random", dispatcher=dispatcher, mask=mask)
+    y, _ = check("EP4xFSDP2", "random", dispatcher=dispatcher, mask=mask)
     assert not np.any(y[:4])
 
 

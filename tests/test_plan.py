@@ -20,6 +20,7 @@ from moe_jax.sharding import BATCH, P
 from moe_jax.train_step import make_train_step
 
 ROWS, LENGTH = 16, 24
+DEFAULT, ALL_GATHER = MoEConfig(), MoEConfig(moe_all_to_all_dispatcher=False)
 # Larger than any norm's gradient or statistic (48 or 8 numbers), smaller than every matrix and exchange buffer.
 SMALL = 600
 
@@ -35,11 +36,10 @@ def model_config(tied: bool = False) -> ModelConfig:
 
 
 @functools.cache
-def compiled_step(mesh: str, all_to_all: bool = True, tied: bool = False):
+def compiled_step(mesh: str, moe: MoEConfig = DEFAULT, tied: bool = False):
     """The step that `moe-jax train` runs, compiled on the named mesh: AdamW, clipping, metrics."""
     start(mesh)
-    config, moe = model_config(tied), MoEConfig(moe_all_to_all_dispatcher=all_to_all)
-    model = abstract_model(config, moe, jnp.float32, None)
+    model = abstract_model(model_config(tied), moe, jnp.float32, None)
     optimizer, schedule = make_optimizer(OptimizerConfig(), 10), make_schedule(OptimizerConfig(), 10)
     state = TrainState(model, jax.eval_shape(optimizer.init, model), jax.ShapeDtypeStruct((), jnp.int32))
     sharding = jax.NamedSharding(moe_jax.state.mesh, P(None, BATCH, None))
@@ -49,15 +49,15 @@ def compiled_step(mesh: str, all_to_all: bool = True, tied: bool = False):
 
 
 @pytest.mark.parametrize(
-    ("mesh", "all_to_all", "tied"),
+    ("mesh", "moe", "tied"),
     [
-        *[(mesh, True, False) for mesh in ("1 device", "EP4", "EP8", "FSDP4", "EP4xFSDP2", "replica2xEP2xFSDP2")],
-        *[(mesh, False, False) for mesh in ("EP4xFSDP2", "replica2xEP2xFSDP2")],
-        ("EP4xFSDP2", True, True),
+        *[(mesh, DEFAULT, False) for mesh in ("1 device", "EP4", "EP8", "FSDP4", "EP4xFSDP2", "replica2xEP2xFSDP2")],
+        *[(mesh, ALL_GATHER, False) for mesh in ("EP4xFSDP2", "replica2xEP2xFSDP2")],
+        ("EP4xFSDP2", MoEConfig(moe_num_chunks=2), True),
     ],
 )
-def test_the_step_sends_what_the_formula_says_and_nothing_else(mesh: str, all_to_all: bool, tied: bool) -> None:
-    hlo = compiled_step(mesh, all_to_all, tied).as_text()
+def test_the_step_sends_what_the_formula_says_and_nothing_else(mesh: str, moe: MoEConfig, tied: bool) -> None:
+    hlo = compiled_step(mesh, moe, tied).as_text()
     shape = dict(zip(("expert", "fsdp", "replica"), MESHES[mesh], strict=True))
     expected = step_collectives(
         model_config(tied),
@@ -65,7 +65,7 @@ def test_the_step_sends_what_the_formula_says_and_nothing_else(mesh: str, all_to
         rows=ROWS,
         length=LENGTH,
         item_bytes=4,
-        all_to_all=all_to_all,
+        moe=moe,
         gradient_kind="all-reduce",
     )
     assert read_collectives(hlo, SMALL) == {c: n for c, n in expected.items() if c.num_bytes >= SMALL}

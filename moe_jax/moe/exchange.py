@@ -20,6 +20,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from moe_jax.config import ModelConfig, MoEConfig
 from moe_jax.moe.permute import sum_slots
 from moe_jax.sharding import BATCH
 
@@ -80,6 +81,23 @@ def exchange_shape(
         kind=kind, num_ranks=num_ranks, num_experts=num_experts, num_tokens=num_tokens, top_k=top_k, rows_per_pair=rows,
         num_rounds=-(-num_tokens // rows), pairs_per_block=pairs, max_blocks=-(-most_pairs // pairs),
     )  # fmt: skip
+
+
+def layer_exchange(config: ModelConfig, moe: MoEConfig, num_tokens: int, num_ranks: int) -> ExchangeShape:
+    """The exchange of one chunk of a layer's `num_tokens` tokens a rank, as the switches say."""
+    sizes = {
+        "num_tokens": -(-num_tokens // moe.moe_num_chunks),
+        "top_k": config.num_experts_per_tok,
+        "num_experts": config.num_experts,
+        "num_ranks": num_ranks,
+        "buffer_factor": moe.moe_buffer_factor,
+    }
+    kind = moe.moe_exchange or ("all_to_all" if moe.moe_all_to_all_dispatcher else "all_gather")
+    if num_ranks == 1:
+        kind = "local"
+    elif kind == "auto":
+        kind = choose_exchange(**sizes)
+    return exchange_shape(kind, **sizes)
 
 
 def choose_exchange(
@@ -162,7 +180,7 @@ def _blocks(shape: ExchangeShape, rank_TK: jax.Array, round_TK: jax.Array) -> ja
 
 
 def send(
-    shape: ExchangeShape, plan: Plan, round_index: jax.Array | int, values_TX: jax.Array, fill: int = 0
+    shape: ExchangeShape, plan: Plan, round_index: jax.Array | int, values_TX: jax.Array, fill: float | int = 0
 ) -> jax.Array:
     """[T, X] of this rank -> [M, X]: what the ranks sent here in that round; rows that hold no token are `fill`."""
     if shape.kind == "local":
@@ -220,7 +238,7 @@ def _all_to_all(rows: jax.Array) -> jax.Array:
     return lax.all_to_all(rows, EXPERT_AXIS, split_axis=0, concat_axis=0, tiled=True)
 
 
-def _ragged_all_to_all(shape: ExchangeShape, rows_MX: jax.Array, is_used_M: jax.Array, fill: int) -> jax.Array:
+def _ragged_all_to_all(shape: ExchangeShape, rows_MX: jax.Array, is_used_M: jax.Array, fill: float | int) -> jax.Array:
     """`_all_to_all` that sends only the rows in use, which lead their block; the others of the result are `fill`.
 
     XLA has this on GPU only; elsewhere the whole blocks travel, with the same result.

@@ -81,10 +81,7 @@ def experts_output(
     """sum_k weights[m, k] * expert[ids[m, k]](rows[m]) over the block's pairs, float32."""
     hidden_AI = _gated(gate_up_AF, activation)
     out_AH = grouped_matmul(hidden_AI, weights.down_EIH, block.group_sizes_E)
-    total_MH = jnp.zeros((), jnp.float32)
-    for weights_M, slots_M in zip(jnp.unstack(weights_MK, axis=1), jnp.unstack(block.slots_MK, axis=1), strict=True):
-        total_MH = total_MH + weights_M[:, None] * take_or_zero(out_AH, slots_M).astype(jnp.float32)
-    return total_MH
+    return sum_slots(out_AH, block.slots_MK, weights_MK)
 
 
 def experts_gradient(

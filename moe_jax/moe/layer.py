@@ -16,10 +16,10 @@ from moe_jax.config import ModelConfig, MoEConfig
 from moe_jax.layers.init import fold_keys, normal
 from moe_jax.moe.balancing import choose_experts, scope_axes
 from moe_jax.moe.capacity import within_capacity
-from moe_jax.moe.exchange import choose_exchange, exchange_shape
+from moe_jax.moe.exchange import layer_exchange
 from moe_jax.moe.experts import Weights
 from moe_jax.moe.routed import RoutedSettings, routed_experts
-from moe_jax.moe.router import Routing, drop, jitter, router_logits, softmax_routing
+from moe_jax.moe.router import Routing, drop, jitter, router_logits, select_experts, softmax_routing
 from moe_jax.moe.shuffle import make_shuffle, shuffle, unshuffle
 from moe_jax.moe.statistics import RouterStatistics, router_statistics
 from moe_jax.sharding import BATCH, P, param_spec
@@ -123,6 +123,7 @@ class MoE(nnx.Module):
         with jax.named_scope("statistics"):
             statistics = router_statistics(
                 logits_TE, choice_TK, mask_T, BATCH,
+                loss_ids_TK=self._unbiased_choice(logits_TE, mask_T) if bias_E is not None else None,
                 num_groups=self._loss_groups(rows), dropped=num_dropped, plan_iterations=iterations,
                 extra_passes=extra_passes,
             )  # fmt: skip
@@ -145,25 +146,18 @@ class MoE(nnx.Module):
 
     def _exchange_and_compute(self, x_TH: jax.Array, routing: Routing, weights: Weights) -> tuple[jax.Array, jax.Array]:
         """Tokens to their experts, through them, and back: ([T, H] in the dtype of x, number of passes beyond the first)."""
-        moe, config, num_ranks = self.moe, self.config, lax.axis_size("expert")
-        sizes = {
-            "num_tokens": -(-x_TH.shape[0] // moe.moe_num_chunks),
-            "top_k": config.num_experts_per_tok,
-            "num_experts": config.num_experts,
-            "num_ranks": num_ranks,
-            "buffer_factor": moe.moe_buffer_factor,
-        }
-        kind = moe.moe_exchange or ("all_to_all" if moe.moe_all_to_all_dispatcher else "all_gather")
-        if num_ranks == 1:
-            kind = "local"
-        elif kind == "auto":
-            kind = choose_exchange(**sizes)
+        moe, config = self.moe, self.config
         settings = RoutedSettings(
-            shape=exchange_shape(kind, **sizes), num_chunks=moe.moe_num_chunks, activation=config.hidden_act,
-            combine_dtype=x_TH.dtype if moe.moe_combine_dtype == "compute" else None,
+            shape=layer_exchange(config, moe, x_TH.shape[0], lax.axis_size("expert")), num_chunks=moe.moe_num_chunks,
+            activation=config.hidden_act, combine_dtype=x_TH.dtype if moe.moe_combine_dtype == "compute" else None,
         )  # fmt: skip
         with jax.named_scope("experts"):
             return routed_experts(settings, x_TH, routing.weights_TK, routing.expert_ids_TK, weights)
+
+    def _unbiased_choice(self, logits_TE: jax.Array, mask_T: jax.Array) -> jax.Array:
+        """What the router would choose without its bias, E for padding: what DeepSeek-V3's sequence loss counts (eq. 18)."""
+        ids_TK = select_experts(logits_TE, self.config.num_experts_per_tok)
+        return jnp.where(mask_T[:, None], ids_TK, self.config.num_experts)
 
     def _loss_groups(self, rows: int) -> int | None:
         """Over how many groups of this device's tokens the balancing loss is taken; None: over the whole batch."""

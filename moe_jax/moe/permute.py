@@ -15,12 +15,15 @@ def take_or_zero(rows_MH: jax.Array, index_A: jax.Array) -> jax.Array:
     return rows_MH.at[index_A].get(mode="fill", fill_value=0)
 
 
-def sum_slots(rows_AH: jax.Array, slots_MK: jax.Array) -> jax.Array:
-    """sum_k rows[slots[m, k]], float32, one gather of rows at a time: nothing K times as large as the result."""
-    first_M, *rest = jnp.unstack(slots_MK, axis=1)
-    total_MH = take_or_zero(rows_AH, first_M).astype(jnp.float32)
-    for slots_M in rest:
-        total_MH = total_MH + take_or_zero(rows_AH, slots_M).astype(jnp.float32)
+def sum_slots(rows_AH: jax.Array, slots_MK: jax.Array, weights_MK: jax.Array | None = None) -> jax.Array:
+    """sum_k weights[m, k] * rows[slots[m, k]], float32; without weights the plain sum.
+
+    One gather of rows at a time: nothing K times as large as the result.
+    """
+    total_MH = jnp.zeros((), jnp.float32)
+    for k, slots_M in enumerate(jnp.unstack(slots_MK, axis=1)):
+        rows_MH = take_or_zero(rows_AH, slots_M).astype(jnp.float32)
+        total_MH = total_MH + (rows_MH if weights_MK is None else weights_MK[:, k, None] * rows_MH)
     return total_MH
 
 

@@ -78,7 +78,7 @@ def _forward(settings: RoutedSettings, x_TH, weights_TK, expert_ids_TK, weights:
     parts = [output(*each) for each in zip(firsts, received, blocks, gate_ups, strict=True)]
 
     def more(at: Pass, y_NTH: jax.Array) -> jax.Array:
-        got = chunks.receive(at)
+        got = received[0] if chunks.has_one_round else chunks.receive(at)
         block = _block(shape, got, at.block)
         return _add_at(y_NTH, at.chunk, output(at, got, block, pre_activations(got.rows_MH, block, weights)))
 
@@ -93,27 +93,31 @@ def _backward(settings: RoutedSettings, residuals, cotangents):
     chunks = _Chunks(settings, x_TH, weights_TK, expert_ids_TK)
     dy_NTH = chunks.cut(cotangents[0])
 
-    def gradient(at: Pass, got: Received, gate_up_AF: jax.Array, block: Block) -> tuple[jax.Array, jax.Array, Weights]:
+    def send_dy(at: Pass) -> jax.Array:
+        return send(shape, chunks.plan(at.chunk), at.round, _at(dy_NTH, at.chunk))
+
+    def gradient(at: Pass, got: Received, dy_MH: jax.Array, gate_up_AF: jax.Array,
+                 block: Block) -> tuple[jax.Array, jax.Array, Weights]:  # fmt: skip
         """(d x float32, d combine weights float32) of the chunk's tokens, d weights."""
         plan = chunks.plan(at.chunk)
-        dy_MH = send(shape, plan, at.round, _at(dy_NTH, at.chunk))
         d_rows_MH, d_weights_MK, d_weights = experts_gradient(
             got.rows_MH, gate_up_AF, dy_MH, block, weights, activation
         )
         dx_TH = give_back(shape, plan, at.round, d_rows_MH, x_TH.dtype)
         return dx_TH, give_back(shape, plan, at.round, d_weights_MK), d_weights
 
-    firsts = [
-        gradient(Pass(chunk, 0, 0), got, gate_up_AF, _block(shape, got, 0))
-        for chunk, (got, gate_up_AF) in enumerate(zip(received, gate_ups, strict=True))
-    ]
-    dx, d_combine, d_weights = zip(*firsts, strict=True)
+    firsts = [Pass(chunk, 0, 0) for chunk in range(settings.num_chunks)]
+    dys = [send_dy(at) for at in firsts]
+    blocks = [_block(shape, got, 0) for got in received]
+    parts = [gradient(*each) for each in zip(firsts, received, dys, gate_ups, blocks, strict=True)]
+    dx, d_combine, d_weights = zip(*parts, strict=True)
 
     def more(at: Pass, carry):
         dx_NTH, d_combine_NTK, total = carry
-        got = chunks.receive(at)
+        got, dy_MH = (received[0], dys[0]) if chunks.has_one_round else (chunks.receive(at), send_dy(at))
         block = _block(shape, got, at.block)
-        dx_TH, d_combine_TK, d_weights = gradient(at, got, pre_activations(got.rows_MH, block, weights), block)
+        gate_up_AF = pre_activations(got.rows_MH, block, weights)
+        dx_TH, d_combine_TK, d_weights = gradient(at, got, dy_MH, gate_up_AF, block)
         return (
             _add_at(dx_NTH, at.chunk, dx_TH),
             _add_at(d_combine_NTK, at.chunk, d_combine_TK),
@@ -140,6 +144,11 @@ class _Chunks:
         self.x_NTH, self.routing_NTR = self.cut(x_TH), jnp.concatenate([ids_NTK, bits_NTK], axis=2)
         plans = [make_plan(self.shape, ids_NTK[chunk]) for chunk in range(self.num_chunks)]
         self.plans: Plan = jax.tree.map(lambda *arrays: jnp.stack(arrays), *plans)
+
+    @property
+    def has_one_round(self) -> bool:
+        """Whether all passes work on what the first one received."""
+        return self.num_chunks == self.shape.num_rounds == 1
 
     def cut(self, values_TX: jax.Array, fill: int = 0) -> jax.Array:
         """[T, X] -> [N, T / N, X], filled up where N does not divide T."""

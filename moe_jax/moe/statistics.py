@@ -46,6 +46,7 @@ def router_statistics(
     mask_T: Bool[Array, " T"],
     axes: tuple[str, ...],
     *,
+    loss_ids_TK: Int[Array, "T K"] | None = None,
     num_groups: int | None = None,
     dropped: jax.Array | int = 0,
     plan_iterations: jax.Array | int = 0,
@@ -57,7 +58,8 @@ def router_statistics(
     eq. 4, divided by K: 1 at perfect balance for any K). It is taken over the global batch, or with `num_groups` over each of
     so many groups of T / G consecutive tokens on every device, and averaged over them by their real tokens.
 
-    expert_ids_TK: E for padding. dropped: this device's share of the dropped pairs. extra_passes: equal on all devices.
+    expert_ids_TK: E for padding. loss_ids_TK: the choice that the loss counts, where that is another one.
+    dropped: this device's share of the dropped pairs. extra_passes: equal on all devices.
     """
     num_experts, top_k = logits_TE.shape[1], expert_ids_TK.shape[1]
     real_T = mask_T.astype(jnp.float32)
@@ -68,6 +70,7 @@ def router_statistics(
     fixed_TE = lax.stop_gradient(logits_TE)
     groups = 1 if num_groups is None else num_groups
     counts_GE, probs_GE = _group_sums(probs_TE, expert_ids_TK, mask_T, groups)
+    loss_counts_GE = counts_GE if loss_ids_TK is None else _group_sums(probs_TE, loss_ids_TK, mask_T, groups)[0]
     sums = {
         "tokens": jnp.sum(real_T),
         "probs": jnp.sum(probs_GE, axis=0),
@@ -76,7 +79,8 @@ def router_statistics(
         "counts": jnp.sum(counts_GE, axis=0),
         "dropped": jnp.asarray(dropped, jnp.int32),
         "logits": jnp.sum(jnp.where(mask_T, jnp.mean(fixed_TE, axis=1), 0.0)),
-        "group_losses": _group_losses(counts_GE, probs_GE, top_k),
+        "group_losses": _group_losses(loss_counts_GE, probs_GE, top_k),
+        "loss_counts": jnp.sum(loss_counts_GE, axis=0),
     }
     max_logit = jnp.max(jnp.where(mask_T[:, None], fixed_TE, -jnp.inf))
     iterations = jnp.asarray(plan_iterations, jnp.int32)
@@ -84,7 +88,7 @@ def router_statistics(
         sums, max_logit, iterations = lax.psum(sums, axes), lax.pmax(max_logit, axes), lax.pmax(iterations, axes)
     num_tokens = jnp.maximum(sums["tokens"], 1.0)
     mean_probs_E = sums["probs"] / num_tokens
-    fraction_E = sums["counts"].astype(jnp.float32) / (num_tokens * top_k)
+    fraction_E = sums["loss_counts"].astype(jnp.float32) / (num_tokens * top_k)
     whole = num_experts * jnp.sum(fraction_E * mean_probs_E)
     return RouterStatistics(
         counts=sums["counts"],

@@ -1,0 +1,191 @@
+"""One contract for every exchange: who receives what, and that giving back is the transpose of sending."""
+
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from meshes import MESHES, put_batch, start
+
+from moe_jax.config import MoEConfig
+from moe_jax.moe import permute, routed
+from moe_jax.moe.exchange import (
+    choose_exchange,
+    exchange_shape,
+    give_back,
+    local_expert_ids,
+    make_plan,
+    send,
+)
+from moe_jax.moe.experts import make_block
+from moe_jax.sharding import BATCH, P
+
+TRANSPOSE = 1e-5  # float32 inner products of some hundred terms
+
+
+def run_exchange(kind: str, mesh: str, ids: np.ndarray, num_experts: int, factor: float):
+    """(received token numbers and local ids of every round [D, R, M, ...], rows given back, <send x, y> and <x, back y>)."""
+    num_ranks, devices = MESHES[mesh][0], math.prod(MESHES[mesh])
+    num_tokens, top_k = ids.shape[0] // devices, ids.shape[1]
+    start(mesh)
+    shape = exchange_shape(
+        kind, num_tokens=num_tokens, top_k=top_k, num_experts=num_experts, num_ranks=num_ranks, buffer_factor=factor
+    )
+    rng = np.random.default_rng(0)
+    x = rng.normal(size=(ids.shape[0], 3)).astype(np.float32)
+    y = rng.normal(size=(devices * shape.num_rounds * shape.num_rows, 3)).astype(np.float32)
+    number = np.arange(ids.shape[0], dtype=np.int32)[:, None]
+
+    def local(ids, x, y, number):
+        plan = make_plan(shape, ids)
+        y = y.reshape(shape.num_rounds, shape.num_rows, 3)
+        names, locals_, back, there = [], [], 0, 0
+        for r in range(shape.num_rounds):
+            got = send(shape, plan, r, x)
+            names.append(send(shape, plan, r, number + 1)[:, 0])
+            locals_.append(local_expert_ids(shape, send(shape, plan, r, ids, fill=num_experts)))
+            there = there + jnp.sum(got * y[r])
+            back = back + give_back(shape, plan, r, y[r])
+        here = jnp.sum(back * x)
+        return jnp.stack(names)[None], jnp.stack(locals_)[None], there[None], here[None], plan.blocks_R
+
+    spec = P(BATCH)
+    run = jax.jit(jax.shard_map(local, in_specs=spec, out_specs=(spec, spec, spec, spec, P())))
+    return shape, *map(np.asarray, run(*map(put_batch, (ids, x, y, number))))
+
+
+@pytest.mark.parametrize("factor", [1.0, 1.5])
+@pytest.mark.parametrize(
+    ("kind", "mesh"),
+    [
+        ("local", "FSDP2"),
+        ("all_gather", "EP4xFSDP2"),
+        ("all_to_all", "EP4xFSDP2"),
+        ("all_to_all", "EP8"),
+        ("ragged", "EP4xFSDP2"),
+    ],
+)
+@pytest.mark.parametrize("pattern", ["random", "one expert", "padding", "nothing"])
+def test_every_pair_arrives_once_and_giving_back_is_the_transpose(kind, mesh, factor, pattern) -> None:
+    num_experts, top_k, devices = 8, 3, math.prod(MESHES[mesh])
+    rng = np.random.default_rng(2)
+    ids = np.stack([rng.permutation(num_experts)[:top_k] for _ in range(7 * devices)]).astype(np.int32)
+    if pattern == "one expert":
+        ids[:] = [5, 0, 1]
+    if pattern == "padding":
+        ids[rng.random(len(ids)) < 0.5] = num_experts
+    if pattern == "nothing":
+        ids[:] = num_experts
+    shape, names, local_ids, there, back, blocks = run_exchange(kind, mesh, ids, num_experts, factor)
+    ranks, num_local = shape.num_ranks, shape.num_local_experts
+    assert np.sum(there) == pytest.approx(np.sum(back), rel=TRANSPOSE, abs=TRANSPOSE)
+    arrived: list[tuple[int, int]] = []
+    for device in range(devices):
+        pairs_of_round = []
+        for name, mine in zip(names[device], local_ids[device], strict=True):
+            row, slot = np.nonzero(mine < num_local)
+            tokens = name[row] - 1
+            experts = mine[row, slot] + device % ranks * num_local
+            arrived += zip(tokens.tolist(), experts.tolist(), strict=True)
+            sent_here = np.unique(name[name > 0])
+            assert len(sent_here) == np.count_nonzero(name)  # a token once, however many of its experts live here
+            pairs_of_round.append(len(row))
+        for round_index, pairs in enumerate(pairs_of_round):
+            assert pairs <= blocks[round_index] * shape.pairs_per_block
+    token, slot = np.nonzero(ids < num_experts)
+    assert sorted(arrived) == sorted(zip(token.tolist(), ids[token, slot].tolist(), strict=True))
+    assert blocks[0] >= 1
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    tokens=st.integers(1, 400), experts_per_rank=st.integers(1, 16), ranks=st.sampled_from([1, 2, 4, 8, 64]),
+    factor=st.floats(1, 3), data=st.data(),
+)  # fmt: skip
+def test_sizes_hold_the_worst_case_in_all_rounds_together(tokens, experts_per_rank, ranks, factor, data) -> None:
+    experts = experts_per_rank * ranks
+    sizes = {
+        "num_tokens": tokens, "top_k": data.draw(st.integers(1, experts)), "num_experts": experts, "num_ranks": ranks,
+        "buffer_factor": factor,
+    }  # fmt: skip
+    for kind in ("all_to_all", "all_gather", "ragged") if ranks > 1 else ("local",):
+        shape = exchange_shape(kind, **sizes)
+        assert shape.num_rounds * shape.rows_per_pair >= tokens
+        most = shape.num_rows * min(sizes["top_k"], experts_per_rank)
+        assert shape.max_blocks * shape.pairs_per_block >= most
+        assert 1 <= shape.rows_per_pair <= tokens
+        if ranks == 1:
+            assert not shape.may_overflow
+
+
+def test_blocks_cut_the_pairs_in_expert_order() -> None:
+    """Rows 0..3 with experts {1}, {0, 1}, none, {1}: pairs in order (1, 0), (0, 1), (1, 1), (3, 1), in blocks of 3."""
+    ids = jnp.asarray([[1, 2], [1, 0], [2, 2], [1, 2]], jnp.int32)
+    weights = jnp.asarray([[0.1, 9], [0.2, 0.3], [9, 9], [0.4, 9]])
+    first, second = (make_block(ids, weights, 2, 3, index) for index in (0, 1))
+    np.testing.assert_array_equal(first.source_A, [1, 0, 1])
+    np.testing.assert_allclose(first.weights_A, [0.3, 0.1, 0.2])
+    np.testing.assert_array_equal(first.group_sizes_E, [1, 2])
+    np.testing.assert_array_equal(first.slots_MK, [[1, 3], [2, 0], [3, 3], [3, 3]])
+    np.testing.assert_array_equal(second.source_A, [3, 4, 4])
+    np.testing.assert_allclose(second.weights_A, [0.4, 0, 0])
+    np.testing.assert_array_equal(second.group_sizes_E, [0, 1])
+    np.testing.assert_array_equal(second.slots_MK, [[3, 3], [3, 3], [3, 3], [0, 3]])
+
+
+def test_auto_takes_the_exchange_that_sends_less_and_says_so_once(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", "moe_jax")
+    few = {"num_tokens": 1000, "top_k": 2, "num_experts": 8, "num_ranks": 8, "buffer_factor": 1.25}
+    assert choose_exchange(**few) == choose_exchange(**few) == "all_to_all"
+    assert choose_exchange(**few | {"top_k": 8}) == "all_gather"
+    messages = [message for message in caplog.messages if "'auto' takes 'all_to_all'" in message]
+    assert len(messages) == 1
+    assert "all_to_all sends 31 % of all_gather's rows" in messages[0]
+
+
+def test_rows_that_hold_no_token_can_hold_anything(monkeypatch: pytest.MonkeyPatch) -> None:
+    """NaN in every empty row of every buffer: no value or gradient changes."""
+    from test_moe_layer import check
+
+    original, poisoned = permute.take_or_zero, []
+
+    def poison(rows, index):
+        if not jnp.issubdtype(rows.dtype, jnp.floating) or rows.ndim < 2:
+            return original(rows, index)
+        poisoned.append(rows.shape)
+        return rows.at[index].get(mode="fill", fill_value=jnp.nan)
+
+    from moe_jax.moe import experts
+
+    # Where rows enter a buffer; the sums over a token's slots keep their zeros, which are terms of a sum.
+    monkeypatch.setattr(experts, "take_or_zero", poison)
+    monkeypatch.setattr(routed, "send", _poisoned_send)
+    check("EP4xFSDP2", "zipf", patterns=("one expert",), moe_buffer_factor=1.0)
+    assert poisoned
+
+
+def _poisoned_send(shape, plan, round_index, values, fill=0):
+    if jnp.issubdtype(values.dtype, jnp.floating):
+        return send(shape, plan, round_index, values, fill=jnp.nan)
+    return send(shape, plan, round_index, values, fill)
+
+
+@pytest.mark.parametrize(("combine", "largest"), [("float32", 2.0**-8), ("compute", 2.0**-6)])
+def test_results_travel_in_float32_unless_asked(combine, largest) -> None:
+    """C45: against one device in bf16; partial sums that travel in bf16 are rounded once more."""
+    from test_moe_layer import HIDDEN, make_layer
+
+    outputs = []
+    for mesh in ("1 device", "EP4"):
+        start(mesh)
+        layer = make_layer(16, 8, True, MoEConfig(moe_load_balancing="none", moe_combine_dtype=combine))
+        x = put_batch(np.random.default_rng(0).normal(size=(8, 5, HIDDEN)).astype(jnp.bfloat16))
+        mask = put_batch(np.ones((8, 5), bool))
+        y = jax.jit(lambda layer, x, m: layer(x, m, jnp.bfloat16, train=False)[0])(layer, x, mask)
+        outputs.append(np.asarray(y.astype(jnp.float32)))
+    difference = np.linalg.norm(outputs[0] - outputs[1]) / np.linalg.norm(outputs[0])
+    assert difference < largest
+    assert (difference > 2.0**-10) == (combine == "compute")
