@@ -106,6 +106,62 @@ def check_moe_layer() -> str:
     return ", ".join(figures)
 
 
+def check_balancing() -> str:
+    """The choices of every plan on the GPU against the CPU's, and the cost of the statistics beside the layer's."""
+    from functools import partial
+
+    from moe_jax.config import BALANCING_MODES
+    from moe_jax.moe.balancing import choose_experts
+    from moe_jax.moe.capacity import within_capacity
+    from moe_jax.moe.router import jitter
+    from moe_jax.moe.statistics import router_statistics
+
+    moe_jax.init(devices=jax.devices()[:1])
+    rng = np.random.default_rng(0)
+    num_tokens, num_experts, top_k = 16384, 128, 8
+    logits = (rng.normal(size=(num_tokens, num_experts)) + np.linspace(1, -1, num_experts)).astype(np.float32)
+    mask, token = rng.random(num_tokens) < 0.9, np.arange(num_tokens, dtype=np.int32)
+    bias = np.linspace(0, 0.01, num_experts).astype(np.float32)
+    differing, milliseconds = {}, {}
+
+    def run_on(device, function, *args):
+        with jax.set_mesh(jax.sharding.Mesh(np.array([device]), ("one",))):
+            put = [jax.device_put(a, device) for a in args]
+            jitted = jax.jit(function)
+            jax.block_until_ready(jitted(*put))
+            times = []
+            for _ in range(5):
+                start = time.perf_counter()
+                out = jax.block_until_ready(jitted(*put))
+                times.append(time.perf_counter() - start)
+            return jax.device_get(out), 1e3 * float(np.median(times))
+
+    cpu, gpu = jax.devices("cpu")[0], jax.devices()[0]
+    for mode in BALANCING_MODES:
+        scope = "local" if mode in ("sinkhorn", "balanced") else "global"
+        config = MoEConfig(moe_load_balancing=mode, balance_scope=scope)
+        choose = lambda logits, m, t, b, config=config: choose_experts(logits, m, t, b, config, top_k, train=True)[0]  # noqa: E731
+        ours, milliseconds[mode] = run_on(gpu, choose, logits, mask, token, bias)
+        theirs, _ = run_on(cpu, choose, logits, mask, token, bias)
+        differing[mode] = int(np.sum(np.any(np.sort(ours) != np.sort(theirs), axis=1) & mask))
+        if mode == "balanced":
+            counts = np.bincount(ours[mask].ravel(), minlength=num_experts)
+            assert counts.max() - counts.min() <= 1, counts
+    ids = np.where(mask[:, None], np.argsort(-logits, axis=1, kind="stable")[:, :top_k], num_experts).astype(np.int32)
+    fits = partial(within_capacity, axes=(), factor=1.0, policy="probs")
+    kept, milliseconds["capacity"] = run_on(gpu, fits, logits, ids, mask, token)
+    differing["capacity"] = int(np.sum(np.any(kept != run_on(cpu, fits, logits, ids, mask, token)[0], axis=1)))
+    noisy = lambda x, t: jitter(x, t, jax.random.key(0), 0.1)  # noqa: E731
+    x = rng.normal(size=(num_tokens, 64)).astype(np.float32)
+    assert np.array_equal(*(run_on(device, noisy, x, token)[0] for device in (gpu, cpu)))
+    statistics = lambda logits, i, m: router_statistics(logits, i, m, ())  # noqa: E731
+    _, milliseconds["statistics"] = run_on(gpu, statistics, logits, ids, mask)
+    assert differing["balanced"] == differing["none"] == 0, differing
+    assert max(differing.values()) <= num_tokens // 1000, differing  # near-ties of float32 sums in another order
+    times = ", ".join(f"{name} {value:.2f}" for name, value in milliseconds.items())
+    return f"tokens of {num_tokens} that choose otherwise than on the CPU: {differing}; ms at E=128, k=8: {times}"
+
+
 def check_training() -> str:
     """100 steps, the last 40 of them after a resume, in bf16; then the exported folder loads again."""
     from moe_jax.run_config import DataConfig, ModelSettings, OptimizerConfig, RunConfig, TrainSettings
@@ -213,7 +269,14 @@ def check_collectives_of_eight_gpus() -> str:
 
 
 OUT: Path | None = None
-CHECKS = (check_grouped_matmul, check_moe_layer, check_training, check_offloading, check_collectives_of_eight_gpus)
+CHECKS = (
+    check_grouped_matmul,
+    check_moe_layer,
+    check_balancing,
+    check_training,
+    check_offloading,
+    check_collectives_of_eight_gpus,
+)
 
 
 def main() -> int:
