@@ -1,6 +1,7 @@
 """One contract for every exchange: who receives what, and that giving back is the transpose of sending."""
 
 import math
+import re
 
 import jax
 import jax.numpy as jnp
@@ -11,6 +12,7 @@ from hypothesis import strategies as st
 from meshes import MESHES, put_batch, start
 
 from moe_jax.config import MoEConfig
+from moe_jax.errors import ConfigError
 from moe_jax.moe import permute, routed
 from moe_jax.moe.exchange import (
     choose_exchange,
@@ -119,6 +121,27 @@ def test_sizes_hold_the_worst_case_in_all_rounds_together(tokens, experts_per_ra
         assert 1 <= shape.rows_per_pair <= tokens
         if ranks == 1:
             assert not shape.may_overflow
+
+
+def test_row_numbers_that_do_not_fit_are_refused() -> None:
+    sizes = {"num_tokens": 2**25, "top_k": 8, "num_experts": 64, "buffer_factor": 1.25}
+    assert exchange_shape("all_to_all", num_ranks=4, **sizes).num_rows > 2**26
+    with pytest.raises(ConfigError, match=r"is 2147483648, but must be below 2\^31, or more moe_num_chunks"):
+        exchange_shape("all_to_all", num_ranks=8, **sizes)
+
+
+@pytest.mark.parametrize("exchange", ["all_to_all", "all_gather"])
+def test_no_gradient_adds_rows_by_scattering(exchange: str) -> None:
+    """The order of such additions is not fixed on a GPU; integers may be counted that way."""
+    from test_moe_layer import HIDDEN, make_layer
+
+    start("EP4xFSDP2")
+    layer = make_layer(8, 2, True, MoEConfig(moe_load_balancing="none", moe_exchange=exchange, moe_num_chunks=2))
+    x, mask = put_batch(np.zeros((8, 5, HIDDEN), np.float32)), put_batch(np.ones((8, 5), bool))
+    grad = jax.grad(lambda layer, x: jnp.sum(layer(x, mask, jnp.float32, train=True)[0]), argnums=(0, 1))
+    scatters = re.findall(r"^.*scatter[-_](?:add|mul|min|max)\b.*$", str(jax.make_jaxpr(grad)(layer, x)), re.MULTILINE)
+    assert scatters  # the counts of pairs
+    assert not [line for line in scatters if ":f32" in line.split("=")[0]]
 
 
 def test_blocks_cut_the_pairs_in_expert_order() -> None:

@@ -84,10 +84,7 @@ def test_no_stack_of_weights_is_whole_on_a_device(mesh: str) -> None:
 
 
 def test_work_and_memory_fall_with_the_expert_axis_alone() -> None:
-    """C72: EP8 against one device, the same global batch.
-
-    Of the temporary memory only the MoE block's receive buffers do not fall: they hold the worst case, every token.
-    """
+    """C72: EP8 against one device, the same global batch; the exchange's buffers hold a stated part of the balanced load."""
     figures = {}
     for mesh in ("1 device", "EP8"):
         compiled = compiled_step(mesh)
@@ -96,7 +93,7 @@ def test_work_and_memory_fall_with_the_expert_axis_alone() -> None:
     (flops, arguments, temporary), (flops_8, arguments_8, temporary_8) = figures["1 device"], figures["EP8"]
     assert 4 < flops / flops_8 < 9  # the cost analysis counts a loop of unknown length once, so not quite 8
     assert 7 < arguments / arguments_8 < 8.1
-    assert temporary / temporary_8 > 2
+    assert temporary / temporary_8 > 5  # 6.4 here
 
 
 def test_reading_multiplies_loops_and_leaves_groups_of_one_out() -> None:

@@ -21,6 +21,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from moe_jax.config import ModelConfig, MoEConfig
+from moe_jax.errors import require
 from moe_jax.moe.permute import sum_slots
 from moe_jax.sharding import BATCH
 
@@ -71,6 +72,10 @@ def exchange_shape(
     1 - C(E - E/P, K) / C(E, K), and a rank computes T K pairs.
     """
     num_local = num_experts // num_ranks
+    slots = num_ranks * num_tokens * max(top_k, 2)  # of rows, with the padding of the last round
+    require(
+        slots < 2**31, "tokens of a device x ranks x experts per token", slots, "below 2^31, or more moe_num_chunks"
+    )
     rows = num_tokens
     if kind in ("all_to_all", "ragged"):
         goes = 1 - math.comb(num_experts - num_local, top_k) / math.comb(num_experts, top_k)
