@@ -112,8 +112,8 @@ class MoEConfig:
     moe_all_to_all_dispatcher: True exchanges tokens by all-to-all, False by all-gather and reduce-scatter.
     moe_exchange: None follows that switch; "auto" takes whichever sends fewer bytes, and says so once; "ragged" is an all-to-all
         that sends only rows in use (XLA has it on GPU only; elsewhere whole blocks travel, with the same result).
-    moe_buffer_factor: the exchange's buffers hold so many times what a balanced routing needs, at least 1; a routing that needs
-        more takes further passes, which are counted.
+    moe_buffer_factor: the exchange's first round holds so many times what a balanced routing needs, at least 1; a routing that
+        needs more takes further rounds of a quarter of that, which are counted.
     moe_num_chunks: a device's tokens are exchanged and computed in so many parts, so that the exchange of one can run beside the
         experts of another.
     moe_combine_dtype: what a rank's results travel back in: "float32", or "compute" for the compute dtype, half the bytes in bf16.
@@ -126,7 +126,8 @@ class MoEConfig:
     moe_router_dtype: "float32" takes the router's product in float32, "compute" in the model's compute dtype, as transformers
         does; softmax, plans and losses are float32 either way.
     moe_input_jitter_eps: in training, the router's input is multiplied by uniform noise from [1 - eps, 1 + eps] (Switch
-        Transformer, arXiv:2101.03961), seeded per token of the global batch; the experts see the clean input. Needs `key`.
+        Transformer, arXiv:2101.03961), seeded per row and position of the global batch; the experts see the clean input.
+        Needs `key`.
     moe_expert_capacity_factor: in training, an expert computes at most ceil(factor N k / E) tokens; the others pass through the
         residual connection only and are counted as dropped. None drops nothing.
     moe_token_drop_policy: whom an overfull expert keeps: "probs", the most probable tokens, or "position", the first ones.
@@ -134,8 +135,8 @@ class MoEConfig:
         rate * (mean load - load) / mean load (arXiv:2408.15664).
     sinkhorn_max_iterations, sinkhorn_tolerance: the iteration stops when the column sums are within
         `sinkhorn_tolerance` (relative) of their target, at the latest after `sinkhorn_max_iterations`.
-    benchmark_only_uniform_routing: token t goes to the experts t k, ..., t k + k - 1 (mod E), whatever the router says, so that a
-        benchmark has a fixed load; a model trained with it is spoilt, and `moe-jax train` refuses it.
+    benchmark_only_uniform_routing: token t goes to the experts t k, ..., t k + k - 1 (mod E), whatever the router says, in
+        evaluation too, so that a benchmark has a fixed load; a model trained with it is spoilt, and `moe-jax train` refuses it.
     """
 
     smp_moe: bool = True
@@ -145,7 +146,7 @@ class MoEConfig:
     global_token_shuffle: bool = False
     moe_all_to_all_dispatcher: bool = True
     moe_exchange: Literal["all_to_all", "all_gather", "ragged", "auto"] | None = None
-    moe_buffer_factor: float = 1.25
+    moe_buffer_factor: float = 1.05
     moe_num_chunks: int = 1
     moe_combine_dtype: Literal["float32", "compute"] = "float32"
     moe_aux_loss_coeff: float = 0.001
@@ -191,7 +192,7 @@ class MoEConfig:
         require(_is_int(chunks) and chunks >= 1, "moe_num_chunks", chunks, "a positive integer")
         cap, tol = self.sinkhorn_max_iterations, self.sinkhorn_tolerance
         require(_is_int(cap) and cap >= 1, "sinkhorn_max_iterations", cap, "a positive integer")
-        require(_is_number(tol) and tol > 0, "sinkhorn_tolerance", tol, "a positive number")
+        require(_is_number(tol) and 0 < tol < 1, "sinkhorn_tolerance", tol, "a number between 0 and 1")
         self._refuse_what_has_no_effect()
 
     def _refuse_what_has_no_effect(self) -> None:
@@ -199,7 +200,8 @@ class MoEConfig:
         if not self.smp_moe:
             require(mode in HF_MODES, "moe_load_balancing", mode,
                     "'aux_loss' or 'none' with smp_moe=False: the Hugging Face block routes by its own rule")  # fmt: skip
-            for name in ("global_token_shuffle", "moe_input_jitter_eps", "moe_expert_capacity_factor", "moe_exchange"):
+            for name in ("global_token_shuffle", "moe_input_jitter_eps", "moe_expert_capacity_factor", "moe_exchange",
+                         "benchmark_only_uniform_routing"):  # fmt: skip
                 require(not getattr(self, name), name, getattr(self, name), "left out with smp_moe=False")
         require(self.moe_all_to_all_dispatcher or self.moe_exchange in (None, "all_gather"), "moe_exchange", self.moe_exchange,
                 "None or 'all_gather' with moe_all_to_all_dispatcher=False")  # fmt: skip
@@ -212,10 +214,12 @@ class MoEConfig:
                 f"(form 'megatron') or there is a capacity, but that is {mode!r} (form {form!r})")  # fmt: skip
         require(self.moe_token_drop_policy == "probs" or self.moe_expert_capacity_factor is not None,
                 "moe_token_drop_policy", self.moe_token_drop_policy, "'probs' without moe_expert_capacity_factor")  # fmt: skip
-        for name in ("expert_bias_update", "expert_bias_update_rate"):
+        owners = {"expert_bias_update": "expert_bias", "expert_bias_update_rate": "expert_bias",
+                  "sinkhorn_max_iterations": "sinkhorn", "sinkhorn_tolerance": "sinkhorn"}  # fmt: skip
+        for name, owner in owners.items():
             default = MoEConfig.__dataclass_fields__[name].default
-            require(getattr(self, name) == default or mode == "expert_bias", name, getattr(self, name),
-                    f"left at {default!r} unless moe_load_balancing is 'expert_bias', but that is {mode!r}")  # fmt: skip
+            require(getattr(self, name) == default or mode == owner, name, getattr(self, name),
+                    f"left at {default!r} unless moe_load_balancing is {owner!r}, but that is {mode!r}")  # fmt: skip
         require(not self.benchmark_only_uniform_routing or mode == "none", "moe_load_balancing", mode,
                 "'none' with benchmark_only_uniform_routing")  # fmt: skip
 

@@ -43,7 +43,8 @@ class StepMetrics:
     entropy: [L], mean entropy of the routing, in nats. layer_aux, layer_z: [L], unweighted.
     mean_logit, max_logit: [L], of the router's logits over the real tokens.
     plan_iterations: int32 [L], of the plan that balances the load; 0 where the mode has none.
-    extra_passes: int32 [L], of the exchange, beyond the first of each chunk; 0 where its buffers held everything.
+    further_rounds: int32 [L], of the exchange, beyond the first of each chunk; 0 where its buffers held everything.
+    further_blocks: int32 [L], blocks of (token, expert) pairs beyond the first that the fullest device computed.
     bias_min, bias_max: [L], range of the bias by which experts are chosen; 0 where the mode has none.
     """
 
@@ -62,7 +63,8 @@ class StepMetrics:
     mean_logit: Any
     max_logit: Any
     plan_iterations: Any
-    extra_passes: Any
+    further_rounds: Any
+    further_blocks: Any
     bias_min: Any
     bias_max: Any
 
@@ -122,7 +124,8 @@ def _layer_figures(host: StepMetrics) -> Record:
         "layer_dropped": np.asarray(host.dropped).tolist(),
         **{name: _shortened(getattr(host, name)) for name in floats},
         "plan_iterations": np.asarray(host.plan_iterations).tolist(),
-        "extra_passes": np.asarray(host.extra_passes).tolist(),
+        "further_rounds": np.asarray(host.further_rounds).tolist(),
+        "further_blocks": np.asarray(host.further_blocks).tolist(),
         "counts": np.asarray(host.counts).tolist(),
     }
 

@@ -290,7 +290,8 @@ def _in_layer_order(collected: list, config: ModelConfig) -> tuple[RouterStatist
         return RouterStatistics(
             counts=per_expert.astype(jnp.int32), dropped=nothing.astype(jnp.int32), mean_probs=per_expert, entropy=nothing,
             aux_loss=nothing, z_loss=nothing, mean_logit=nothing, max_logit=nothing,
-            plan_iterations=nothing.astype(jnp.int32), extra_passes=nothing.astype(jnp.int32),
+            plan_iterations=nothing.astype(jnp.int32), further_rounds=nothing.astype(jnp.int32),
+            further_blocks=nothing.astype(jnp.int32),
         ), None  # fmt: skip
     return jax.tree.map(lambda *layers: jnp.stack(layers), *outputs)
 

@@ -52,7 +52,8 @@ def step_collectives(
 ) -> Table:
     """The collectives of one step over `rows` x `length` tokens, rematerialised ("full"), by formula.
 
-    Of the exchange the first pass of every chunk: how many more there are is up to the routing. Not for the "ragged" one.
+    Of the exchange the first round of every chunk: how many more there are is up to the routing. Not for the "ragged" one, and
+    without `global_token_shuffle`.
 
     item_bytes: size of the compute dtype. gradient_kind: how the gradient of a layer's dense weight is reduced: GPUs
     "reduce-scatter" it, XLA on CPU shows an "all-reduce" of the whole gradient. Left out: what is no larger than a norm's
@@ -119,24 +120,26 @@ def _add_manual(
 
 
 def _exchange(shape: ExchangeShape, hidden: int, item_bytes: int, combine_bytes: int) -> Table:
-    """One chunk's first pass: rows there (forward, recomputed, and dy), results and dx back; routing twice, its gradient."""
+    """One chunk's first round: rows there (forward, recomputed, and dy), results and dx back; routing twice, its gradient."""
     if shape.kind == "local":
         return {}
     table: collections.Counter[Collective] = collections.Counter()
-    there, back = ("all-gather", "reduce-scatter") if shape.kind == "all_gather" else ("all-to-all", "all-to-all")
-    rows, rows_back = shape.num_rows, shape.num_tokens if shape.kind == "all_gather" else shape.num_rows
+    gathers, rows = shape.kind == "all_gather", shape.num_rows(0)
+    there = "all-gather" if gathers else "all-to-all"
     table[Collective(there, rows * hidden * item_bytes)] += 3
     table[Collective(there, rows * 2 * shape.top_k * 4)] += 2
-    table[Collective(back, rows_back * hidden * combine_bytes)] += 1
-    table[Collective(back, rows_back * hidden * item_bytes)] += 1
-    table[Collective(back, rows_back * shape.top_k * 4)] += 1
+    for columns, num_bytes in ((hidden, combine_bytes), (hidden, item_bytes), (shape.top_k, 4)):
+        if gathers and num_bytes == 4:
+            table[Collective("reduce-scatter", shape.num_tokens * columns * num_bytes)] += 1
+        else:
+            table[Collective("all-to-all", rows * columns * num_bytes)] += 1
     return table
 
 
 def read_collectives(hlo: str, min_bytes: int = 0, *, data_loops: int = 0) -> Table:
     """The collectives of a compiled program's text (`compiled.as_text()`), with results of at least `min_bytes`.
 
-    A loop of known trip count counts that often; one whose length is data (further passes of an exchange, the iterations of a
+    A loop of known trip count counts that often; one whose length is data (further rounds of an exchange, the iterations of a
     plan) counts `data_loops` times. Groups of one device send nothing and are left out. The parts of
     a combined collective count one by one, except for the parts of one all-to-all, which are one buffer.
     """

@@ -15,6 +15,7 @@ from jax.sharding import NamedSharding
 
 from moe_jax import mesh
 from moe_jax.checkpoint import TrainState
+from moe_jax.config import MoEConfig
 from moe_jax.data import Batch
 from moe_jax.expert_bias import bias_range, update_expert_bias
 from moe_jax.losses import IGNORE, Losses, next_labels, next_token_loss, router_loss, training_loss
@@ -22,6 +23,7 @@ from moe_jax.metrics import StepMetrics
 from moe_jax.moe.statistics import combine_statistics
 from moe_jax.sharding import BATCH, P
 
+NOISE_TAG = 0x6E6F6973  # beyond the number of any layer
 TrainStep = Callable[[TrainState, dict[str, jax.Array]], tuple[TrainState, StepMetrics]]
 
 
@@ -34,7 +36,7 @@ def make_train_step(optimizer: optax.GradientTransformation, schedule: optax.Sch
 
     def train_step(state: TrainState, batches: dict[str, jax.Array]) -> tuple[TrainState, StepMetrics]:
         moe = state.model.moe
-        key = jax.random.fold_in(jax.random.key(moe.random_seed), state.step) if moe.draws_random_numbers else None
+        key = jax.random.fold_in(noise_root(moe), state.step) if moe.draws_random_numbers else None
         loss, parts, grads = accumulated_gradients(state.model, batches, key)
         updates, opt_state = optimizer.update(grads, state.opt_state, state.model)
         model = optax.apply_updates(state.model, updates)
@@ -47,11 +49,17 @@ def make_train_step(optimizer: optax.GradientTransformation, schedule: optax.Sch
             learning_rate=jnp.asarray(schedule(state.step), jnp.float32), num_labels=parts.count,
             counts=router.counts, dropped=router.dropped, entropy=router.entropy, layer_aux=router.aux_loss,
             layer_z=router.z_loss, mean_logit=router.mean_logit, max_logit=router.max_logit,
-            plan_iterations=router.plan_iterations, extra_passes=router.extra_passes, bias_min=bias_min, bias_max=bias_max,
+            plan_iterations=router.plan_iterations, further_rounds=router.further_rounds, further_blocks=router.further_blocks,
+            bias_min=bias_min, bias_max=bias_max,
         )  # fmt: skip
         return TrainState(model, opt_state, state.step + 1), metrics
 
     return jax.jit(train_step, donate_argnums=0)
+
+
+def noise_root(moe: MoEConfig) -> jax.Array:
+    """The key of all router noise and shuffles; not the one of the initial weights, which comes from the same seed."""
+    return jax.random.fold_in(jax.random.key(moe.random_seed), NOISE_TAG)
 
 
 def accumulated_gradients(

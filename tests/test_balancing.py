@@ -2,6 +2,8 @@
 
 import dataclasses
 import math
+from fractions import Fraction
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -19,7 +21,7 @@ from moe_jax.config import MoEConfig
 from moe_jax.expert_bias import bias_range
 from moe_jax.moe.capacity import within_capacity
 from moe_jax.moe.shuffle import make_shuffle, shuffle, unshuffle
-from moe_jax.moe.statistics import pooled_aux_loss, router_statistics
+from moe_jax.moe.statistics import combine_statistics, pooled_aux_loss, router_statistics
 from moe_jax.sharding import BATCH, P
 
 GRADIENT = 5e-6  # float32 sums over 104 tokens, of which parts are added in another order
@@ -127,6 +129,17 @@ def test_accumulation_equals_one_large_batch_where_tokens_are_routed_one_by_one(
             assert relative_norm(other_grads[name], value) < GRADIENT, name
 
 
+def test_an_empty_micro_batch_leaves_the_statistics() -> None:
+    logits = jnp.full((4, 4), -6.0)
+    ids, mask = jnp.zeros((4, 2), jnp.int32).at[:, 1].set(1), jnp.ones(4, bool)
+    full = router_statistics(logits, ids, mask, ())
+    empty = router_statistics(logits, jnp.full((4, 2), 4), ~mask, ())
+    micro = jax.tree.map(lambda a, b: jnp.stack([a, b])[:, None], full, empty)
+    combined = combine_statistics(micro, jnp.array([1.0, 0.0]))
+    for name, value in vars(full).items():
+        np.testing.assert_allclose(getattr(combined, name)[0], value, rtol=EXACT, err_msg=name)
+
+
 # ---- the scope ----
 
 
@@ -149,6 +162,39 @@ def test_local_scope_balances_every_device_by_itself(mode: str) -> None:
     alone = [ids_of("1 device", part, moe) for part in np.split(x, 4)]
     np.testing.assert_array_equal(together, np.concatenate(alone))
     assert np.any(together != ids_of("EP2xFSDP2", x, dataclasses.replace(moe, balance_scope="global")))
+
+
+def test_a_shuffle_mixes_what_a_local_plan_sees() -> None:
+    """The same load limits, other tokens together: a shuffle that did nothing would choose alike."""
+    x = np.zeros((8, 12, HIDDEN), np.float32)
+    x[:, :, :8] = np.random.default_rng(0).normal(size=(8, 12, 8)) + 3 * np.eye(8)[:, None, :]
+    start("EP4xFSDP2")
+    mask, key, ids = put_batch(np.ones((8, 12), bool)), jax.random.key(0), {}
+    for shuffled in (False, True):
+        moe = MoEConfig(moe_load_balancing="balanced", balance_scope="local", global_token_shuffle=shuffled)
+        layer = make_layer(8, 2, True, moe)
+        run = jax.jit(lambda layer, x, m: layer(x, m, jnp.float32, train=True, key=key)[1:])
+        statistics, chosen = run(layer, put_batch(x), mask)
+        np.testing.assert_array_equal(statistics.counts, [24] * 8)
+        ids[shuffled] = np.sort(np.asarray(chosen))
+    assert np.mean(ids[False] != ids[True]) > 0.1
+
+
+def test_local_scope_takes_loss_and_capacity_of_each_device() -> None:
+    """Rows that are balanced together, not alone: two devices with 4 tokens each, all to one expert."""
+    x = np.zeros((2, 4, HIDDEN), np.float32)
+    x[0, :, 0] = x[1, :, 1] = 2.0
+    start("EP2")
+    mask, results = put_batch(np.ones((2, 4), bool)), {}
+    for scope in ("global", "local"):
+        moe = MoEConfig(moe_load_balancing="aux_loss", balance_scope=scope, moe_expert_capacity_factor=1.0)
+        layer = make_layer(2, 1, False, moe)
+        results[scope] = jax.jit(lambda layer, x, m: layer(x, m, jnp.float32, train=True)[1])(layer, put_batch(x), mask)
+    probability = math.exp(2) / (math.exp(2) + 1)
+    assert float(results["global"].aux_loss) == pytest.approx(1, rel=EXACT)
+    assert float(results["local"].aux_loss) == pytest.approx(2 * probability, rel=EXACT)
+    assert int(results["global"].dropped) == 0
+    assert int(results["local"].dropped) == 4
 
 
 def test_local_balancing_loss_is_the_mean_of_each_devices_own() -> None:
@@ -278,18 +324,24 @@ def test_noise_is_a_tokens_own_and_only_in_training() -> None:
     model = model_of(initial_values(), MODEL, moe)
     clean = model_of(initial_values(), MODEL, MoEConfig(moe_load_balancing="none"))
     tokens = put_batch(np.full((ROWS, LENGTH), 7, np.int32))  # one token everywhere: only noise tells them apart
-    positions = put_batch(np.zeros((ROWS, LENGTH), np.int32))
-    run = jax.jit(lambda m, key, first, train: m(tokens, None, positions, train=train, key=key, first_row=first),
-                  static_argnames="train")  # fmt: skip
+
+    @partial(jax.jit, static_argnames="train")
+    def run(model, key, first, train, tokens=tokens, segments=None):
+        positions = jnp.zeros_like(tokens)
+        return model(tokens, segments, positions, train=train, key=key, first_row=first)
+
     evaluated = [run(m, jax.random.key(0), 0, train=False).logits for m in (model, clean)]
     np.testing.assert_array_equal(*evaluated)
-    outputs = {
-        (step, first): run(model, jax.random.key(step), first, train=True).router.mean_logit
+    figures = [
+        np.asarray(run(model, jax.random.key(step), first, train=True).router.mean_logit).tolist()
         for step, first in ((0, 0), (0, 0), (1, 0), (0, 8))
-    }
-    figures = np.array(list(outputs.values()))
-    assert len({tuple(row) for row in figures.tolist()}) == 3
-    assert figures[0, 0] != figures[0, 1]
+    ]
+    assert figures[0] == figures[1]  # drawn from the key, not from a state
+    assert len({tuple(each) for each in figures}) == 3
+    # The batch of the rows 8 to 15 is the second half of one of 16 rows, and padding behind moves nothing.
+    both = run(model, jax.random.key(0), 0, train=True, tokens=put_batch(np.full((2 * ROWS, LENGTH + 3), 7, np.int32)),
+               segments=put_batch(np.pad(np.ones((2 * ROWS, LENGTH), np.int32), ((0, 0), (0, 3)))))  # fmt: skip
+    np.testing.assert_allclose(both.router.mean_logit, (np.array(figures[0]) + figures[3]) / 2, rtol=1e-5)
     with pytest.raises(moe_jax.ConfigError, match="key is None, but training with moe_input_jitter_eps"):
         model(tokens, train=True)
 
@@ -297,7 +349,8 @@ def test_noise_is_a_tokens_own_and_only_in_training() -> None:
 def test_noise_has_the_stated_range() -> None:
     from moe_jax.moe.router import jitter
 
-    noise = np.asarray(jitter(jnp.ones((64, 32)), jnp.arange(64), jax.random.key(0), 0.25))
+    place = jnp.stack([jnp.arange(64) // 8, jnp.arange(64) % 8], axis=1)
+    noise = np.asarray(jitter(jnp.ones((64, 32)), place, jax.random.key(0), 0.25))
     assert 0.75 <= noise.min() < 0.76
     assert 1.24 < noise.max() <= 1.25
     assert abs(noise.mean() - 1) < 0.02
@@ -451,7 +504,7 @@ def test_router_product_in_the_compute_dtype_rounds_as_transformers_does() -> No
     tokens=st.sampled_from([1, 6, 24]),
     experts=st.sampled_from([1, 5, 8]),
     scale=st.sampled_from([0.0, 1.0, 1e4]),
-    factor=st.sampled_from([0.1, 1.0, 3.0]),
+    factor=st.sampled_from([0.1, 1.0, 1.2, 3.0]),
     policy=st.sampled_from(["probs", "position"]),
     data=st.data(),
 )
@@ -462,7 +515,7 @@ def test_any_routing_has_finite_statistics_and_a_kept_capacity(tokens, experts, 
     mask = rng.random(tokens) < data.draw(st.sampled_from([0.0, 0.6, 1.0]))
     kept = fits(logits, mask, factor=factor, policy=policy, top_k=top_k)
     ids = np.where(mask[:, None], top_k_ids(logits, top_k), experts)
-    quota = math.ceil(np.float32(np.sum(mask) * top_k * np.float32(factor) / experts))
+    quota = math.ceil(Fraction(str(factor)) * int(np.sum(mask)) * top_k / experts)
     wanted = np.bincount(ids.ravel(), minlength=experts + 1)[:experts]
     used = np.bincount(ids[kept], minlength=experts + 1)[:experts]
     np.testing.assert_array_equal(used, np.minimum(wanted, quota))

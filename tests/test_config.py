@@ -60,6 +60,12 @@ def test_impossible_settings_are_refused_in_one_sentence(config, message) -> Non
         ({"smp_moe": "yes"}, "smp_moe is 'yes', but must be True or False"),
         ({"random_seed": 1.5}, "random_seed is 1.5"),
         ({"smp_moe": False}, "moe_load_balancing is 'sinkhorn', but must be 'aux_loss' or 'none' with smp_moe=False"),
+        ({"moe_buffer_factor": 0.9}, "moe_buffer_factor is 0.9, but must be a number >= 1"),
+        ({"moe_num_chunks": 0}, "moe_num_chunks is 0, but must be a positive integer"),
+        (
+            {"moe_exchange": "nccl"},
+            "moe_exchange is 'nccl', but must be one of 'all_to_all', 'all_gather', 'ragged', 'auto'",
+        ),
         ({"sinkhorn_max_iterations": 0}, "sinkhorn_max_iterations is 0, but must be a positive integer"),
     ],
 )
@@ -85,6 +91,11 @@ def test_impossible_moe_settings_are_refused_in_one_sentence(settings, message) 
         ),
         ({"expert_bias_update_rate": 0.1}, "expert_bias_update_rate is 0.1, but must be left at 0.001"),
         ({"expert_bias_update": "proportional"}, "expert_bias_update is 'proportional'"),
+        (
+            {"moe_load_balancing": "none", "sinkhorn_tolerance": 0.1},
+            "sinkhorn_tolerance is 0.1, but must be left at 0.001",
+        ),
+        ({"moe_all_to_all_dispatcher": False, "moe_exchange": "auto"}, "moe_exchange is 'auto', but must be None or"),
         (
             {"benchmark_only_uniform_routing": True},
             "moe_load_balancing is 'sinkhorn', but must be 'none' with benchmark",

@@ -34,7 +34,8 @@ from moe_jax.metrics import (
 from moe_jax.run_config import ModelSettings, RunConfig, TrainSettings
 
 LAYER_LISTS = ("counts", "entropy", "layer_max_load", "layer_dead", "layer_dropped", "layer_aux", "layer_z",
-               "mean_logit", "max_logit", "plan_iterations", "extra_passes", "bias_min", "bias_max")  # fmt: skip
+               "mean_logit", "max_logit", "plan_iterations", "further_rounds", "further_blocks",
+               "bias_min", "bias_max")  # fmt: skip
 
 
 def metrics(loss: float = 2.0, **changes: Any) -> StepMetrics:
@@ -42,7 +43,7 @@ def metrics(loss: float = 2.0, **changes: Any) -> StepMetrics:
     layers: dict[str, Any] = {
         "counts": [[4, 4, 4, 4], [10, 6, 0, 0]], "dropped": [0, 3], "entropy": [1.0, 0.5], "layer_aux": [1.0, 1.75],
         "layer_z": [0.25, 1.0 / 3], "mean_logit": [0.5, -0.5], "max_logit": [3.0, 2.5],
-        "plan_iterations": [7, 0], "extra_passes": [0, 2],
+        "plan_iterations": [7, 0], "further_rounds": [0, 2], "further_blocks": [1, 0],
         "bias_min": [-0.5, 0.0], "bias_max": [0.25, 0.0],
     }  # fmt: skip
     return StepMetrics(
@@ -60,7 +61,7 @@ def without_layers() -> dict[str, Any]:
     floats = ("entropy", "layer_aux", "layer_z", "mean_logit", "max_logit", "bias_min", "bias_max")
     return {
         "counts": jnp.zeros((0, 4), jnp.int32), **{name: jnp.zeros(0) for name in floats},
-        **{name: jnp.zeros(0, jnp.int32) for name in ("dropped", "plan_iterations", "extra_passes")},
+        **{name: jnp.zeros(0, jnp.int32) for name in ("dropped", "plan_iterations", "further_rounds", "further_blocks")},
     }  # fmt: skip
 
 
@@ -113,7 +114,7 @@ def test_record_tells_every_layer_apart() -> None:
     assert line["mean_logit"] == [0.5, -0.5]
     assert line["max_logit"] == [3.0, 2.5]
     assert line["plan_iterations"] == [7, 0]
-    assert line["extra_passes"] == [0, 2]
+    assert line["further_rounds"] == [0, 2]
     assert line["bias_min"] == [-0.5, 0.0]
     assert line["bias_max"] == [0.25, 0.0]
     assert (line["mean_entropy"], line["max_router_logit"], line["max_abs_bias"]) == (0.75, 3.0, 0.5)

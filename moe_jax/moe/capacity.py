@@ -3,6 +3,8 @@
 T tokens of this device, E experts, K experts per token.
 """
 
+from fractions import Fraction
+
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -29,9 +31,7 @@ def within_capacity(
     num_experts, top_k = logits_TE.shape[1], expert_ids_TK.shape[1]
     num_tokens = jnp.sum(mask_T, dtype=jnp.int32)
     num_tokens = lax.psum(num_tokens, axes) if axes else num_tokens
-    quota = jnp.ceil(num_tokens.astype(jnp.float32) * top_k * factor / num_experts)
-    # float32 holds 2^31 - 128, but not 2^31 - 1: what is larger would not fit into an int32.
-    quota_E = jnp.broadcast_to(jnp.minimum(quota, 2.0**31 - 128).astype(jnp.int32), (num_experts,))
+    quota_E = jnp.broadcast_to(_capacity(num_tokens * top_k, factor, num_experts), (num_experts,))
     expert_E = jnp.arange(num_experts, dtype=expert_ids_TK.dtype)
     chosen_TE = jnp.any(expert_ids_TK[:, :, None] == expert_E[None, None, :], axis=1) & mask_T[:, None]
     # Equal keys go by position, so nothing but ties keeps the first tokens.
@@ -39,3 +39,10 @@ def within_capacity(
     key_TE = -jax.nn.log_softmax(lax.stop_gradient(logits_TE), axis=-1) if by_probs else jnp.zeros_like(logits_TE)
     kept_TE = keep_best(key_TE, chosen_TE, token_T, quota_E, axes)
     return take_experts(kept_TE.astype(jnp.float32), expert_ids_TK) > 0
+
+
+def _capacity(num_pairs: jax.Array, factor: float, num_experts: int) -> jax.Array:
+    """ceil(factor * pairs / E), exactly, for a factor of at most three decimals (others are rounded to a fraction)."""
+    exact = Fraction(str(factor)).limit_denominator(1000)
+    whole, rest = jnp.divmod(num_pairs, exact.denominator * num_experts)
+    return whole * exact.numerator - (-rest * exact.numerator // (exact.denominator * num_experts))

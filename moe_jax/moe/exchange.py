@@ -1,13 +1,13 @@
 """Exchanges: how tokens reach the ranks that hold their experts, and how the results come back.
 
-An exchange runs inside `shard_map` in rounds. `make_plan` says which token travels in which round; `send` carries one value per
-token to the ranks of its experts, and `give_back`, its transpose, brings one value per received row back and adds up what
-belongs to a token. A token goes to a rank once, however many of its experts live there, and every (token, rank) pair that has an
-expert travels in exactly one round.
+An exchange runs inside `shard_map` in rounds: a first one, whose buffers hold what a balanced routing needs, and smaller further
+ones for what does not fit. `make_plan` says which token travels in which round; `send` carries one value per token to the ranks of
+its experts, and `give_back`, its transpose, brings one value per received row back and adds up what belongs to a token. A token
+goes to a rank once, however many of its experts live there, and every (token, rank) pair that has an expert travels in exactly
+one round.
 
 T tokens of this rank, K experts per token, E experts in all, P ranks of the `expert` axis, of which rank r holds the experts
-[r E/P, (r+1) E/P), M rows that a rank gets in a round, C of them from each rank, R rounds at most, A (row, expert) pairs that a
-rank computes at a time.
+[r E/P, (r+1) E/P), M rows that a rank gets in a round, C of them from each rank.
 """
 
 import dataclasses
@@ -30,12 +30,17 @@ EXPERT_AXIS = "expert"
 logger = logging.getLogger("moe_jax")
 
 
+# A further round, and a further block of pairs, is this part of the first: one row too many should not cost a whole round.
+FURTHER_PART = 4
+
+
 @dataclasses.dataclass(frozen=True)
 class ExchangeShape:
     """The static sizes of an exchange, the same on all ranks.
 
-    rows_per_pair: C, rows that a rank sends to each rank in a round. num_rounds: R, enough for any routing.
-    pairs_per_block: A; max_blocks: how many times A a round may need.
+    first_rows, further_rows: C, rows that a rank sends to each rank in the first and in every further round.
+    max_further_rounds: so many are enough for any routing.
+    first_pairs, further_pairs: (row, expert) pairs that a rank computes at a time, of the first round at first and then.
     """
 
     kind: str
@@ -43,30 +48,42 @@ class ExchangeShape:
     num_experts: int
     num_tokens: int
     top_k: int
-    rows_per_pair: int
-    num_rounds: int
-    pairs_per_block: int
-    max_blocks: int
+    first_rows: int
+    further_rows: int
+    max_further_rounds: int
+    first_pairs: int
+    further_pairs: int
 
     @property
     def num_local_experts(self) -> int:
         return self.num_experts // self.num_ranks
 
     @property
-    def num_rows(self) -> int:
-        """M: rows that a rank gets in a round."""
-        return self.num_ranks * self.rows_per_pair
+    def slots_per_rank(self) -> int:
+        """Places for rows to one rank in all rounds together, at least T."""
+        return self.first_rows + self.max_further_rounds * self.further_rows
 
-    @property
-    def may_overflow(self) -> bool:
-        """Whether some routing needs more than one pass; where not, the passes after the first are not even compiled."""
-        return self.num_rounds * self.max_blocks > 1
+    def rows_per_pair(self, round_index: jax.Array | int) -> int:
+        """C of that round; 0 is the first one, a traced number a further one."""
+        return self.first_rows if _is_first(round_index) else self.further_rows
+
+    def num_rows(self, round_index: jax.Array | int) -> int:
+        """M: rows that a rank gets in that round."""
+        return self.num_ranks * self.rows_per_pair(round_index)
+
+    def most_pairs(self, round_index: jax.Array | int) -> int:
+        """(row, expert) pairs that a rank may have to compute in that round."""
+        return self.num_rows(round_index) * min(self.top_k, self.num_local_experts)
+
+
+def _is_first(round_index: jax.Array | int) -> bool:
+    return isinstance(round_index, int) and round_index == 0
 
 
 def exchange_shape(
     kind: str, *, num_tokens: int, top_k: int, num_experts: int, num_ranks: int, buffer_factor: float
 ) -> ExchangeShape:
-    """Sizes for `num_tokens` tokens a rank: buffers hold `buffer_factor` times what a balanced routing needs.
+    """Sizes for `num_tokens` tokens a rank: the first round holds `buffer_factor` times what a balanced routing needs.
 
     Balanced: a token's experts are K different ones, each set as likely as another, so it goes to a given rank with probability
     1 - C(E - E/P, K) / C(E, K), and a rank computes T K pairs.
@@ -76,15 +93,17 @@ def exchange_shape(
     require(
         slots < 2**31, "tokens of a device x ranks x experts per token", slots, "below 2^31, or more moe_num_chunks"
     )
-    rows = num_tokens
+    first = num_tokens
     if kind in ("all_to_all", "ragged"):
         goes = 1 - math.comb(num_experts - num_local, top_k) / math.comb(num_experts, top_k)
-        rows = max(1, min(num_tokens, math.ceil(buffer_factor * num_tokens * goes)))
-    most_pairs = num_ranks * rows * min(top_k, num_local)
+        first = max(1, min(num_tokens, math.ceil(buffer_factor * num_tokens * goes)))
+    further = -(-first // FURTHER_PART)
+    most_pairs = num_ranks * first * min(top_k, num_local)  # `ExchangeShape.most_pairs(0)`
     pairs = max(1, min(most_pairs, math.ceil(buffer_factor * num_tokens * top_k)))
     return ExchangeShape(
-        kind=kind, num_ranks=num_ranks, num_experts=num_experts, num_tokens=num_tokens, top_k=top_k, rows_per_pair=rows,
-        num_rounds=-(-num_tokens // rows), pairs_per_block=pairs, max_blocks=-(-most_pairs // pairs),
+        kind=kind, num_ranks=num_ranks, num_experts=num_experts, num_tokens=num_tokens, top_k=top_k, first_rows=first,
+        further_rows=further, max_further_rounds=-(-(num_tokens - first) // further), first_pairs=pairs,
+        further_pairs=-(-pairs // FURTHER_PART),
     )  # fmt: skip
 
 
@@ -113,8 +132,8 @@ def choose_exchange(
         "all_to_all", num_tokens=num_tokens, top_k=top_k, num_experts=num_experts, num_ranks=num_ranks,
         buffer_factor=buffer_factor,
     )  # fmt: skip
-    kind = "all_to_all" if shape.rows_per_pair < num_tokens else "all_gather"
-    _log_choice(kind, shape.rows_per_pair / num_tokens, top_k, num_experts, num_ranks, buffer_factor)
+    kind = "all_to_all" if shape.first_rows < num_tokens else "all_gather"
+    _log_choice(kind, shape.first_rows / num_tokens, top_k, num_experts, num_ranks, buffer_factor)
     return kind
 
 
@@ -122,7 +141,7 @@ def choose_exchange(
 def _log_choice(
     kind: str, part: float, top_k: int, num_experts: int, num_ranks: int, buffer_factor: float
 ) -> None:  # fmt: skip
-    logger.info(
+    logger.warning(  # so that a script without any logging set up shows it
         "moe_exchange 'auto' takes %r: with %d of %d experts per token on %d ranks and moe_buffer_factor %g, all_to_all sends "
         "%.0f %% of all_gather's rows",
         kind, top_k, num_experts, num_ranks, buffer_factor, 100 * part,
@@ -132,62 +151,55 @@ def _log_choice(
 class Plan(NamedTuple):
     """Who travels when, for one routing.
 
-    source_S: int32, S = P R C: the token in each send slot, ordered by rank, round and place (T: empty).
+    source_S: int32, S = P x slots per rank: the token in each send slot, ordered by rank and place (T: empty).
     slots_TJ: int32, the send slots of a token, one for each rank it goes to (S: none), J = min(K, P).
-    blocks_R: int32, how many blocks of A pairs the fullest rank has to compute in each round; 0: the round is not needed. Equal on
-        all devices of the mesh.
+    further_rounds: int32, how many rounds after the first are needed; equal on all devices of the mesh.
     """
 
     source_S: jax.Array
     slots_TJ: jax.Array
-    blocks_R: jax.Array
+    further_rounds: jax.Array
 
 
 def make_plan(shape: ExchangeShape, expert_ids_TK: jax.Array) -> Plan:
     """The plan for a routing; ids of E go nowhere."""
     if shape.kind in ("local", "all_gather"):
         nothing = jnp.zeros((0,), jnp.int32)
-        rank_TK = expert_ids_TK // shape.num_local_experts
-        return Plan(nothing, nothing, _blocks(shape, rank_TK, jnp.zeros_like(rank_TK)))
-    ranks, rounds, rows = shape.num_ranks, shape.num_rounds, shape.rows_per_pair
+        return Plan(nothing, nothing, jnp.zeros((), jnp.int32))
+    ranks, slots = shape.num_ranks, shape.slots_per_rank
     rank_TK = expert_ids_TK // shape.num_local_experts
     rank_P = jnp.arange(ranks, dtype=jnp.int32)
-    goes_TP = jnp.any(rank_TK[:, :, None] == rank_P[None, None, :], axis=1)
+    is_rank_TKP = rank_TK[:, :, None] == rank_P[None, None, :]
+    goes_TP = jnp.any(is_rank_TKP, axis=1)
     place_TP = jnp.cumsum(goes_TP, axis=0, dtype=jnp.int32) - 1
-    slot_TP = rank_P[None, :] * (rounds * rows) + place_TP
-    num_slots = ranks * rounds * rows
-    slots_TP = jnp.where(goes_TP, slot_TP, num_slots)
-    slot_TK = jnp.min(jnp.where(rank_TK[:, :, None] == rank_P[None, None, :], slots_TP[:, None, :], num_slots), axis=2)
+    slots_TP = jnp.where(goes_TP, rank_P[None, :] * slots + place_TP, ranks * slots)
     slots_TJ = slots_TP
     if shape.top_k < ranks:  # a token's slots by choice, each rank at its first choice only
+        slot_TK = jnp.min(jnp.where(is_rank_TKP, slots_TP[:, None, :], ranks * slots), axis=2)
         earlier_KK = jnp.tri(shape.top_k, k=-1, dtype=bool)
         again_TK = jnp.any((rank_TK[:, :, None] == rank_TK[:, None, :]) & earlier_KK[None], axis=2)
-        slots_TJ = jnp.where(again_TK, num_slots, slot_TK)
+        slots_TJ = jnp.where(again_TK, ranks * slots, slot_TK)
     token_TJ = jnp.broadcast_to(jnp.arange(slots_TJ.shape[0], dtype=jnp.int32)[:, None], slots_TJ.shape)
-    empty_S = jnp.full(num_slots, shape.num_tokens, jnp.int32)
+    empty_S = jnp.full(ranks * slots, shape.num_tokens, jnp.int32)
     source_S = empty_S.at[slots_TJ].set(token_TJ, mode="drop")
-    round_TK = slot_TK % (rounds * rows) // rows
-    return Plan(source_S, slots_TJ, _blocks(shape, rank_TK, round_TK))
+    return Plan(source_S, slots_TJ, _further_rounds(shape, place_TP[-1] + 1))
 
 
-def _blocks(shape: ExchangeShape, rank_TK: jax.Array, round_TK: jax.Array) -> jax.Array:
-    """`Plan.blocks_R` from the rank and round of every (token, expert) pair; a rank of P or more: none."""
-    if not shape.may_overflow:
-        return jnp.ones(1, jnp.int32)
-    ranks, rounds = shape.num_ranks, shape.num_rounds
-    bins_TK = jnp.where(rank_TK < ranks, rank_TK * rounds + round_TK, ranks * rounds)
-    pairs_PR = jnp.zeros(ranks * rounds, jnp.int32).at[bins_TK].add(1, mode="drop").reshape(ranks, rounds)
-    pairs_R = lax.psum_scatter(pairs_PR, EXPERT_AXIS, scatter_dimension=0, tiled=True)[0] if ranks > 1 else pairs_PR[0]
-    pairs_R = lax.pmax(pairs_R, BATCH)
-    # Rounds fill up one after the other; the first one runs always.
-    least_R = (jnp.arange(rounds) == 0).astype(jnp.int32)
-    return jnp.maximum(-(-pairs_R // shape.pairs_per_block), least_R)
+def _further_rounds(shape: ExchangeShape, rows_P: jax.Array) -> jax.Array:
+    """`Plan.further_rounds` from the number of rows for each rank."""
+    if not shape.max_further_rounds:
+        return jnp.zeros((), jnp.int32)
+    overflow = jnp.maximum(lax.pmax(jnp.max(rows_P), BATCH) - shape.first_rows, 0)
+    return -(-overflow // shape.further_rows)
 
 
 def send(
     shape: ExchangeShape, plan: Plan, round_index: jax.Array | int, values_TX: jax.Array, fill: float | int = 0
 ) -> jax.Array:
-    """[T, X] of this rank -> [M, X]: what the ranks sent here in that round; rows that hold no token are `fill`."""
+    """[T, X] of this rank -> [M, X]: what the ranks sent here in that round; rows that hold no token are `fill`.
+
+    round_index: 0 for the first round; a further one may be traced.
+    """
     if shape.kind == "local":
         return values_TX
     if shape.kind == "all_gather":
@@ -210,17 +222,21 @@ def give_back(
     if shape.kind == "local":
         return rows_MX.astype(jnp.float32)
     if shape.kind == "all_gather":
-        return lax.psum_scatter(rows_MX, EXPERT_AXIS, scatter_dimension=0, tiled=True).astype(jnp.float32)
+        if rows_MX.dtype == jnp.float32:
+            return lax.psum_scatter(rows_MX, EXPERT_AXIS, scatter_dimension=0, tiled=True)
+        # A reduce-scatter would add up in the narrow dtype; this sends as much.
+        parts_PTX = _all_to_all(rows_MX).reshape(shape.num_ranks, shape.num_tokens, -1)
+        return jnp.sum(parts_PTX, axis=0, dtype=jnp.float32)
     if shape.kind == "all_to_all":
         back_MX = _all_to_all(rows_MX)
     else:
         is_sent_M = _slots_of_round(shape, plan, round_index) < shape.num_tokens
         back_MX = _ragged_all_to_all(shape, rows_MX, _all_to_all(is_sent_M), 0)
-    rounds, rows = shape.num_rounds, shape.rows_per_pair
-    rank_TJ, place_TJ = jnp.divmod(plan.slots_TJ, rounds * rows)
-    place_TJ = place_TJ - round_index * rows
+    rows = shape.rows_per_pair(round_index)
+    rank_TJ, place_TJ = jnp.divmod(plan.slots_TJ, shape.slots_per_rank)
+    place_TJ = place_TJ - _first_place(shape, round_index)
     is_here = (rank_TJ < shape.num_ranks) & (place_TJ >= 0) & (place_TJ < rows)
-    return sum_slots(back_MX, jnp.where(is_here, rank_TJ * rows + place_TJ, shape.num_rows))
+    return sum_slots(back_MX, jnp.where(is_here, rank_TJ * rows + place_TJ, shape.num_ranks * rows))
 
 
 def local_expert_ids(shape: ExchangeShape, expert_ids: jax.Array) -> jax.Array:
@@ -234,8 +250,13 @@ def local_expert_ids(shape: ExchangeShape, expert_ids: jax.Array) -> jax.Array:
 def _slots_of_round(shape: ExchangeShape, plan: Plan, round_index: jax.Array | int) -> jax.Array:
     """The tokens in the send slots of one round, ordered by rank: [M]."""
     source_PS = plan.source_S.reshape(shape.num_ranks, -1)
-    start = round_index * shape.rows_per_pair
-    return lax.dynamic_slice_in_dim(source_PS, start, shape.rows_per_pair, axis=1).reshape(-1)
+    start, rows = _first_place(shape, round_index), shape.rows_per_pair(round_index)
+    return lax.dynamic_slice_in_dim(source_PS, start, rows, axis=1).reshape(-1)
+
+
+def _first_place(shape: ExchangeShape, round_index: jax.Array | int) -> jax.Array | int:
+    """The first of a rank's send slots that travels in that round."""
+    return 0 if _is_first(round_index) else shape.first_rows + (round_index - 1) * shape.further_rows
 
 
 def _all_to_all(rows: jax.Array) -> jax.Array:
@@ -251,9 +272,10 @@ def _ragged_all_to_all(shape: ExchangeShape, rows_MX: jax.Array, is_used_M: jax.
 
     def ragged(rows_MX: jax.Array, is_used_M: jax.Array) -> jax.Array:
         used_P = jnp.sum(is_used_M.reshape(shape.num_ranks, -1), axis=1, dtype=jnp.int32)
-        block_P = jnp.arange(shape.num_ranks, dtype=jnp.int32) * shape.rows_per_pair
+        rows = rows_MX.shape[0] // shape.num_ranks
+        block_P = jnp.arange(shape.num_ranks, dtype=jnp.int32) * rows
         # Every rank writes into its own block of the others' results.
-        at_P = jnp.full(shape.num_ranks, lax.axis_index(EXPERT_AXIS) * shape.rows_per_pair, jnp.int32)
+        at_P = jnp.full(shape.num_ranks, lax.axis_index(EXPERT_AXIS) * rows, jnp.int32)
         empty_MX = jnp.full_like(rows_MX, fill)
         received_P = _all_to_all(used_P)
         return lax.ragged_all_to_all(rows_MX, empty_MX, block_P, used_P, at_P, received_P, axis_name=EXPERT_AXIS)

@@ -8,7 +8,6 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 from jaxtyping import Array, Float, Int
 
 from moe_jax.kernels.grouped_matmul import grouped_matmul, input_gradient, weight_gradient
@@ -42,30 +41,49 @@ class Block(NamedTuple):
     group_sizes_E: jax.Array
 
 
-def make_block(
-    expert_ids_MK: Int[Array, "M K"], weights_MK: Float[Array, "M K"], num_experts: int, num_pairs: int,
-    index: jax.Array | int = 0,
-) -> Block:  # fmt: skip
-    """Block number `index` of `num_pairs` pairs. Id E means "no expert here"; a row names an expert at most once."""
-    num_rows, num_slots = expert_ids_MK.shape
+class Pairs(NamedTuple):
+    """All N = M K expert slots of the received rows, sorted by expert, the unused ones last.
+
+    order_N: int32, the slots in order. position_N: int32, the place of a slot (N and more: unused). ends_E: int32, the place after
+    the last pair of each expert. weights_MK: float32, the combine weights.
+    """
+
+    order_N: jax.Array
+    position_N: jax.Array
+    ends_E: jax.Array
+    weights_MK: jax.Array
+
+    @property
+    def num_pairs(self) -> jax.Array:
+        return self.ends_E[-1]
+
+
+def sort_pairs(
+    expert_ids_MK: Int[Array, "M K"], weights_MK: Float[Array, "M K"], num_experts: int
+) -> Pairs:  # fmt: skip
+    """The pairs of the rows with their experts. Id E means "no expert here"; a row names an expert at most once."""
     flat_N = expert_ids_MK.reshape(-1)
     order_N = jnp.argsort(flat_N, stable=True).astype(jnp.int32)
-    position_N = inverse_permutation(order_N)
-    start = index * num_pairs
-    padded_N = jnp.pad(order_N, (0, num_pairs))  # so that the last block can be cut out
-    order_A = lax.dynamic_slice_in_dim(padded_N, start, num_pairs)
+    position_N = jnp.where(flat_N < num_experts, inverse_permutation(order_N), flat_N.shape[0])
     expert_E = jnp.arange(num_experts, dtype=flat_N.dtype)
     sizes_E = jnp.sum(flat_N[:, None] == expert_E[None, :], axis=0, dtype=jnp.int32)
-    ends_E = jnp.cumsum(sizes_E)
-    is_used_A = start + jnp.arange(num_pairs, dtype=jnp.int32) < ends_E[-1]
-    place_N = position_N - start
-    is_here_N = (flat_N < num_experts) & (place_N >= 0) & (place_N < num_pairs)
-    clip = lambda x: jnp.clip(x - start, 0, num_pairs)  # noqa: E731
+    return Pairs(order_N, position_N, jnp.cumsum(sizes_E), weights_MK)
+
+
+def cut_block(pairs: Pairs, start: jax.Array | int, num_pairs: int) -> Block:
+    """The block of `num_pairs` pairs from place `start` on; those past the last pair are empty."""
+    num_rows, num_slots = pairs.weights_MK.shape
+    place_A = start + jnp.arange(num_pairs, dtype=jnp.int32)
+    slot_A = take_or_zero(pairs.order_N, place_A)
+    is_used_A = place_A < pairs.num_pairs
+    place_N = pairs.position_N - start
+    is_here_N = (pairs.position_N < pairs.order_N.shape[0]) & (place_N >= 0) & (place_N < num_pairs)
+    ends_E = jnp.clip(pairs.ends_E - start, 0, num_pairs)
     return Block(
-        source_A=jnp.where(is_used_A, order_A // num_slots, num_rows),
-        weights_A=jnp.where(is_used_A, take_or_zero(weights_MK.reshape(-1), order_A), 0.0),
+        source_A=jnp.where(is_used_A, slot_A // num_slots, num_rows),
+        weights_A=jnp.where(is_used_A, take_or_zero(pairs.weights_MK.reshape(-1), slot_A), 0.0),
         slots_MK=jnp.where(is_here_N, place_N, num_pairs).reshape(num_rows, num_slots),
-        group_sizes_E=clip(ends_E) - clip(ends_E - sizes_E),
+        group_sizes_E=jnp.diff(ends_E, prepend=0),
     )
 
 
@@ -88,7 +106,7 @@ def experts_gradient(
     rows_MH: Float[Array, "M H"], gate_up_AF: Float[Array, "A F"], dy_MH: Float[Array, "M H"], block: Block,
     weights: Weights, activation: Callable[[jax.Array], jax.Array],
 ) -> tuple[Float[Array, "M H"], Float[Array, "M K"], Weights]:  # fmt: skip
-    """(d rows float32, d combine weights float32, d weights in their dtype) of `experts_output`.
+    """(d rows, d combine weights, d weights) of `experts_output`, all float32: what is added up is rounded once, at the end.
 
     The down product is not repeated: a weight's gradient is <dy W_down^T, hidden>, of which the first factor is needed anyway.
     """
@@ -101,10 +119,7 @@ def experts_gradient(
     d_down = weight_gradient((hidden_AI * scale_A1).astype(hidden_AI.dtype), dy_AH, block.group_sizes_E)
     d_gate_up = weight_gradient(take_or_zero(rows_MH, block.source_A), d_gate_up_AF, block.group_sizes_E)
     d_rows_AH = input_gradient(d_gate_up_AF, weights.gate_up_EHF, block.group_sizes_E)
-    d_weights = Weights(
-        d_gate_up.reshape(weights.gate_up_EHGI.shape).astype(weights.gate_up_EHGI.dtype),
-        d_down.astype(weights.down_EIH.dtype),
-    )
+    d_weights = Weights(d_gate_up.reshape(weights.gate_up_EHGI.shape), d_down)
     return sum_slots(d_rows_AH, block.slots_MK), take_or_zero(d_weight_A, block.slots_MK), d_weights
 
 

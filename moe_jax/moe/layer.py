@@ -98,7 +98,8 @@ class MoE(nnx.Module):
         with jax.named_scope("router"):
             seen_TH = x_TH
             if train and self.moe.moe_input_jitter_eps:
-                seen_TH = jitter(x_TH, token_T, noise_key, self.moe.moe_input_jitter_eps)
+                place_T2 = jnp.stack(jnp.divmod(token_T, length), axis=1)
+                seen_TH = jitter(x_TH, place_T2, noise_key, self.moe.moe_input_jitter_eps)
             logits_TE = router_logits(
                 seen_TH, router_HE, x_TH.dtype if self.moe.moe_router_dtype == "compute" else None
             )
@@ -115,7 +116,7 @@ class MoE(nnx.Module):
             # Typed as varying before the gather, so that the gradient is scattered before it is summed over the replicas.
             gate_up_EHGI = gather_whole(vary_like(gate_up_EHGI, x_TH), gate_up_spec, ("fsdp",))
             down_EIH = gather_whole(vary_like(down_EIH, x_TH), down_spec, ("fsdp",))
-        y_TH, extra_passes = self._exchange_and_compute(routed[0], routing, Weights(gate_up_EHGI, down_EIH))
+        y_TH, *further = self._exchange_and_compute(routed[0], routing, Weights(gate_up_EHGI, down_EIH))
         ids_TK = routing.expert_ids_TK
         num_dropped = jnp.sum(choice_TK != ids_TK, dtype=jnp.int32)
         if order is not None:
@@ -125,7 +126,7 @@ class MoE(nnx.Module):
                 logits_TE, choice_TK, mask_T, BATCH,
                 loss_ids_TK=self._unbiased_choice(logits_TE, mask_T) if bias_E is not None else None,
                 num_groups=self._loss_groups(rows), dropped=num_dropped, plan_iterations=iterations,
-                extra_passes=extra_passes,
+                further_rounds=further[0], further_blocks=further[1],
             )  # fmt: skip
         return y_TH.reshape(x_BSH.shape), statistics, ids_TK.reshape(rows, length, -1)
 
@@ -144,8 +145,8 @@ class MoE(nnx.Module):
             routing = drop(routing, checkpoint_name(fits_TK, ROUTING_NAME), self.config.num_experts)
         return routing, choice_TK, iterations
 
-    def _exchange_and_compute(self, x_TH: jax.Array, routing: Routing, weights: Weights) -> tuple[jax.Array, jax.Array]:
-        """Tokens to their experts, through them, and back: ([T, H] in the dtype of x, number of passes beyond the first)."""
+    def _exchange_and_compute(self, x_TH: jax.Array, routing: Routing, weights: Weights) -> tuple[jax.Array, ...]:
+        """Tokens to their experts, through them, and back: what `routed_experts` returns."""
         moe, config = self.moe, self.config
         settings = RoutedSettings(
             shape=layer_exchange(config, moe, x_TH.shape[0], lax.axis_size("expert")), num_chunks=moe.moe_num_chunks,

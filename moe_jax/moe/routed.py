@@ -1,11 +1,13 @@
-"""The routed experts: exchange there, compute, exchange back, in as many passes as the routing needs, under one `custom_vjp`.
+"""The routed experts: exchange there, compute, exchange back, in as many rounds as the routing needs, under one `custom_vjp`.
 
-The tokens of a device are cut into `num_chunks` chunks. Every chunk's first pass is straight code, so that the exchange of one
-chunk can run beside the experts of another. A routing that overflows the buffers runs further passes of the same code in a loop,
-which is not entered otherwise: exact under any routing, in bounded memory, with nothing dropped and nothing compiled anew.
+The tokens of a device are cut into `num_chunks` chunks. Every chunk's first round, and the first block of the pairs in it, is
+straight code, so that the exchange of one chunk can run beside the experts of another. What does not fit runs in loops whose
+length is data, and which are not entered otherwise: further blocks on a rank that has more pairs (no exchange in that loop, so
+every rank has its own number), and further rounds for what did not fit into the buffers (their number is the same on all devices).
+Exact under any routing, in bounded memory, with nothing dropped and nothing compiled anew.
 
 T tokens of this device, N chunks of T / N tokens (the last one padded), K experts per token, E experts, H hidden size, M received
-rows of a pass, F = 2 I expert width.
+rows of a round, F = 2 I expert width.
 """
 
 import dataclasses
@@ -17,12 +19,21 @@ import jax.numpy as jnp
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
-from moe_jax.collectives import vary_like
+from moe_jax.collectives import vary_like, zeros_like_type
 from moe_jax.layers.mlp import ACTIVATION_FUNCTIONS
 from moe_jax.moe.exchange import ExchangeShape, Plan, give_back, local_expert_ids, make_plan, send
-from moe_jax.moe.experts import Block, Weights, experts_gradient, experts_output, make_block, pre_activations
+from moe_jax.moe.experts import (
+    Block,
+    Pairs,
+    Weights,
+    cut_block,
+    experts_gradient,
+    experts_output,
+    pre_activations,
+    sort_pairs,
+)
 
-# The received rows of the first passes: what rematerialisation may keep, so that the exchange is not repeated.
+# The received rows of the first rounds: what rematerialisation may keep, so that the exchange is not repeated.
 DISPATCHED_NAME = "moe_dispatched"
 
 
@@ -37,26 +48,20 @@ class RoutedSettings:
 
 
 class Received(NamedTuple):
-    """A pass's rows in the compute dtype [M, H], their local expert ids int32 [M, K] and combine weights float32 [M, K]."""
+    """A round's rows in the compute dtype [M, H], their local expert ids int32 [M, K] and combine weights float32 [M, K]."""
 
     rows_MH: jax.Array
     expert_ids_MK: jax.Array
     weights_MK: jax.Array
 
 
-class Pass(NamedTuple):
-    """Which chunk, which round of its exchange, and which block of the pairs received in that round."""
-
-    chunk: jax.Array | int
-    round: jax.Array | int
-    block: jax.Array | int
-
-
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def routed_experts(
     settings: RoutedSettings, x_TH: jax.Array, weights_TK: jax.Array, expert_ids_TK: jax.Array, weights: Weights
-) -> tuple[jax.Array, jax.Array]:
-    """([T, H] in the dtype of x, number of passes beyond the first ones, int32): sum_k weights[t, k] expert[ids[t, k]](x[t]).
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """([T, H] in the dtype of x: sum_k weights[t, k] expert[ids[t, k]](x[t]); numbers of further rounds and further blocks).
+
+    The rounds (int32) are the same on all devices, the blocks this device's own.
 
     x_TH: in the compute dtype. weights_TK: float32. expert_ids_TK: int32, E for nowhere. The weights are this rank's experts.
     """
@@ -64,76 +69,153 @@ def routed_experts(
 
 
 def _forward(settings: RoutedSettings, x_TH, weights_TK, expert_ids_TK, weights: Weights):
-    shape, activation = settings.shape, ACTIVATION_FUNCTIONS[settings.activation]
+    shape = settings.shape
+    experts = _Experts(settings, weights)
     chunks = _Chunks(settings, x_TH, weights_TK, expert_ids_TK)
-    firsts = [Pass(chunk, 0, 0) for chunk in range(settings.num_chunks)]
-    received = [Received(*(checkpoint_name(a, DISPATCHED_NAME) for a in chunks.receive(at))) for at in firsts]
-    blocks = [_block(shape, got, 0) for got in received]
-    gate_ups = [pre_activations(got.rows_MH, block, weights) for got, block in zip(received, blocks, strict=True)]
+    numbers = range(settings.num_chunks)
+    received = [Received(*(checkpoint_name(a, DISPATCHED_NAME) for a in chunks.receive(n, 0))) for n in numbers]
+    computed = [experts.output(got, first=True) for got in received]
 
-    def output(at: Pass, got: Received, block: Block, gate_up_AF: jax.Array) -> jax.Array:
-        y_MH = experts_output(gate_up_AF, got.weights_MK, block, weights, activation)
-        return give_back(shape, chunks.plan(at.chunk), at.round, y_MH, settings.combine_dtype)
+    def back(chunk: jax.Array | int, round_index: jax.Array | int, y_MH: jax.Array) -> jax.Array:
+        return give_back(shape, chunks.plan(chunk), round_index, y_MH, settings.combine_dtype)
 
-    parts = [output(*each) for each in zip(firsts, received, blocks, gate_ups, strict=True)]
+    parts = [back(n, 0, y_MH) for n, (y_MH, _, _) in zip(numbers, computed, strict=True)]
 
-    def more(at: Pass, y_NTH: jax.Array) -> jax.Array:
-        got = received[0] if chunks.has_one_round else chunks.receive(at)
-        block = _block(shape, got, at.block)
-        return _add_at(y_NTH, at.chunk, output(at, got, block, pre_activations(got.rows_MH, block, weights)))
+    def further(chunk: jax.Array, round_index: jax.Array, carry):
+        y_NTH, num_blocks = carry
+        y_MH, _, more_blocks = experts.output(chunks.receive(chunk, round_index), first=False)
+        return _add_at(y_NTH, chunk, back(chunk, round_index, y_MH)), num_blocks + more_blocks
 
-    y_NTH, extra = chunks.run_overflow(more, jnp.stack(parts))
-    y_TH = chunks.join(y_NTH).astype(x_TH.dtype)
-    return (y_TH, extra), (x_TH, weights_TK, expert_ids_TK, weights, received, gate_ups)
+    carry = jnp.stack(parts), jnp.sum(jnp.stack([num_blocks for _, _, num_blocks in computed]))
+    (y_NTH, num_blocks), num_rounds = chunks.run_further_rounds(further, carry)
+    gate_ups = [gate_up_AF for _, gate_up_AF, _ in computed]
+    residuals = x_TH, weights_TK, expert_ids_TK, weights, received, gate_ups
+    return (chunks.join(y_NTH).astype(x_TH.dtype), num_rounds, num_blocks), residuals
 
 
 def _backward(settings: RoutedSettings, residuals, cotangents):
     x_TH, weights_TK, expert_ids_TK, weights, received, gate_ups = residuals
-    shape, activation = settings.shape, ACTIVATION_FUNCTIONS[settings.activation]
+    shape = settings.shape
+    experts = _Experts(settings, weights)
     chunks = _Chunks(settings, x_TH, weights_TK, expert_ids_TK)
     dy_NTH = chunks.cut(cotangents[0])
+    numbers = range(settings.num_chunks)
 
-    def send_dy(at: Pass) -> jax.Array:
-        return send(shape, chunks.plan(at.chunk), at.round, _at(dy_NTH, at.chunk))
+    def send_dy(chunk: jax.Array | int, round_index: jax.Array | int) -> jax.Array:
+        return send(shape, chunks.plan(chunk), round_index, _at(dy_NTH, chunk))
 
-    def gradient(at: Pass, got: Received, dy_MH: jax.Array, gate_up_AF: jax.Array,
-                 block: Block) -> tuple[jax.Array, jax.Array, Weights]:  # fmt: skip
-        """(d x float32, d combine weights float32) of the chunk's tokens, d weights."""
-        plan = chunks.plan(at.chunk)
-        d_rows_MH, d_weights_MK, d_weights = experts_gradient(
-            got.rows_MH, gate_up_AF, dy_MH, block, weights, activation
-        )
-        dx_TH = give_back(shape, plan, at.round, d_rows_MH, x_TH.dtype)
-        return dx_TH, give_back(shape, plan, at.round, d_weights_MK), d_weights
+    def back(
+        chunk: jax.Array | int, round_index: jax.Array | int, gradient: RowsGradient
+    ) -> tuple[jax.Array, jax.Array]:
+        """(d x [T, H], d combine weights [T, K]) of the chunk's tokens, float32."""
+        plan = chunks.plan(chunk)
+        dx_TH = give_back(shape, plan, round_index, gradient.d_rows_MH, x_TH.dtype)
+        return dx_TH, give_back(shape, plan, round_index, gradient.d_weights_MK)
 
-    firsts = [Pass(chunk, 0, 0) for chunk in range(settings.num_chunks)]
-    dys = [send_dy(at) for at in firsts]
-    blocks = [_block(shape, got, 0) for got in received]
-    parts = [gradient(*each) for each in zip(firsts, received, dys, gate_ups, blocks, strict=True)]
-    dx, d_combine, d_weights = zip(*parts, strict=True)
+    dys = [send_dy(n, 0) for n in numbers]
+    gradients = [experts.gradient(*each) for each in zip(received, dys, gate_ups, strict=True)]
+    dx, d_combine = zip(*(back(n, 0, rows) for n, (rows, _) in zip(numbers, gradients, strict=True)), strict=True)
 
-    def more(at: Pass, carry):
+    def further(chunk: jax.Array, round_index: jax.Array, carry):
         dx_NTH, d_combine_NTK, total = carry
-        got, dy_MH = (received[0], dys[0]) if chunks.has_one_round else (chunks.receive(at), send_dy(at))
-        block = _block(shape, got, at.block)
-        gate_up_AF = pre_activations(got.rows_MH, block, weights)
-        dx_TH, d_combine_TK, d_weights = gradient(at, got, dy_MH, gate_up_AF, block)
+        rows, d_weights = experts.gradient(chunks.receive(chunk, round_index), send_dy(chunk, round_index), None)
+        dx_TH, d_combine_TK = back(chunk, round_index, rows)
         return (
-            _add_at(dx_NTH, at.chunk, dx_TH),
-            _add_at(d_combine_NTK, at.chunk, d_combine_TK),
-            _sum([total, d_weights]),
+            _add_at(dx_NTH, chunk, dx_TH),
+            _add_at(d_combine_NTK, chunk, d_combine_TK),
+            jax.tree.map(jnp.add, total, d_weights),
         )
 
-    carry, _ = chunks.run_overflow(more, (jnp.stack(dx), jnp.stack(d_combine), _sum(d_weights)))
-    dx_NTH, d_combine_NTK, d_weights = carry
+    first_total = jax.tree.map(lambda *arrays: sum(arrays), *(d_weights for _, d_weights in gradients))
+    carry = jnp.stack(dx), jnp.stack(d_combine), first_total
+    (dx_NTH, d_combine_NTK, d_weights), _ = chunks.run_further_rounds(further, carry)
+    d_weights = jax.tree.map(lambda d, w: d.astype(w.dtype), d_weights, weights)
     return chunks.join(dx_NTH).astype(x_TH.dtype), chunks.join(d_combine_NTK), None, d_weights
 
 
 routed_experts.defvjp(_forward, _backward)
 
 
+class RowsGradient(NamedTuple):
+    """d rows [M, H] and d combine weights [M, K] of a round, float32."""
+
+    d_rows_MH: jax.Array
+    d_weights_MK: jax.Array
+
+
+class _Experts:
+    """What this rank computes with the rows of one round: a first block of their pairs, then further ones in a loop."""
+
+    def __init__(self, settings: RoutedSettings, weights: Weights) -> None:
+        self.shape, self.weights = settings.shape, weights
+        self.activation = ACTIVATION_FUNCTIONS[settings.activation]
+
+    def output(self, got: Received, *, first: bool) -> tuple[jax.Array, jax.Array | None, jax.Array]:
+        """(weighted results float32 [M, H], pre-activations [A, F] of the first round's first block, number of other blocks)."""
+        pairs = self._sort(got)
+
+        def block_output(block: Block, gate_up_AF: jax.Array) -> jax.Array:
+            return experts_output(gate_up_AF, got.weights_MK, block, self.weights, self.activation)
+
+        def more(block: Block, y_MH: jax.Array) -> jax.Array:
+            return y_MH + block_output(block, pre_activations(got.rows_MH, block, self.weights))
+
+        if not first:
+            y_MH = zeros_like_type(got.rows_MH.shape, jnp.float32, got.rows_MH)
+            y_MH, num_blocks = self._run_blocks(pairs, 0, more, y_MH)
+            return y_MH, None, num_blocks
+        block = cut_block(pairs, 0, self.shape.first_pairs)
+        gate_up_AF = pre_activations(got.rows_MH, block, self.weights)
+        y_MH = block_output(block, gate_up_AF)
+        y_MH, num_blocks = self._run_blocks(pairs, self.shape.first_pairs, more, y_MH)
+        return y_MH, gate_up_AF, num_blocks
+
+    def gradient(
+        self, got: Received, dy_MH: jax.Array, gate_up_AF: jax.Array | None
+    ) -> tuple[RowsGradient, Weights]:  # fmt: skip
+        """(gradient of the rows, gradient of the weights); gate_up_AF: of the first block in the first round."""
+        pairs = self._sort(got)
+
+        def block_gradient(block: Block, gate_up_AF: jax.Array) -> tuple[RowsGradient, Weights]:
+            d_rows, d_combine, d_weights = experts_gradient(
+                got.rows_MH, gate_up_AF, dy_MH, block, self.weights, self.activation
+            )
+            return RowsGradient(d_rows, d_combine), d_weights
+
+        def more(block: Block, total: tuple[RowsGradient, Weights]) -> tuple[RowsGradient, Weights]:
+            rows, d_weights = block_gradient(block, pre_activations(got.rows_MH, block, self.weights))
+            return jax.tree.map(jnp.add, total, (rows, d_weights))
+
+        if gate_up_AF is None:
+            rows = RowsGradient(*(jnp.zeros(a.shape, jnp.float32) for a in (got.rows_MH, got.weights_MK)))
+            zeros = rows, jax.tree.map(lambda a: jnp.zeros(a.shape, jnp.float32), self.weights)
+            zeros = jax.tree.map(lambda a: vary_like(a, got.rows_MH), zeros)
+            return self._run_blocks(pairs, 0, more, zeros)[0]
+        first = block_gradient(cut_block(pairs, 0, self.shape.first_pairs), gate_up_AF)
+        return self._run_blocks(pairs, self.shape.first_pairs, more, first)[0]
+
+    def _sort(self, got: Received) -> Pairs:
+        return sort_pairs(got.expert_ids_MK, got.weights_MK, self.shape.num_local_experts)
+
+    def _run_blocks(self, pairs: Pairs, start: int, step: Any, carry: Any) -> tuple[Any, jax.Array]:
+        """(`step(block, carry)` for the pairs from place `start` on, number of blocks); no loop where there can be none."""
+        size = self.shape.further_pairs
+        num_blocks = vary_like(jnp.zeros((), jnp.int32), pairs.num_pairs)
+        if start >= self.shape.most_pairs(0):
+            return carry, num_blocks
+
+        def body(state: Any) -> Any:
+            number, carry = state
+            return number + 1, step(cut_block(pairs, start + number * size, size), carry)
+
+        number, carry = lax.while_loop(
+            lambda state: start + state[0] * size < pairs.num_pairs, body, (num_blocks, carry)
+        )
+        return carry, number
+
+
 class _Chunks:
-    """The tokens of a device cut into chunks, their plans, and the passes that they need."""
+    """The tokens of a device cut into chunks, their plans, and the further rounds that they need."""
 
     def __init__(
         self, settings: RoutedSettings, x_TH: jax.Array, weights_TK: jax.Array, expert_ids_TK: jax.Array
@@ -144,11 +226,6 @@ class _Chunks:
         self.x_NTH, self.routing_NTR = self.cut(x_TH), jnp.concatenate([ids_NTK, bits_NTK], axis=2)
         plans = [make_plan(self.shape, ids_NTK[chunk]) for chunk in range(self.num_chunks)]
         self.plans: Plan = jax.tree.map(lambda *arrays: jnp.stack(arrays), *plans)
-
-    @property
-    def has_one_round(self) -> bool:
-        """Whether all passes work on what the first one received."""
-        return self.num_chunks == self.shape.num_rounds == 1
 
     def cut(self, values_TX: jax.Array, fill: int = 0) -> jax.Array:
         """[T, X] -> [N, T / N, X], filled up where N does not divide T."""
@@ -164,38 +241,30 @@ class _Chunks:
     def plan(self, chunk: jax.Array | int) -> Plan:
         return jax.tree.map(lambda a: _at(a, chunk), self.plans)
 
-    def receive(self, at: Pass) -> Received:
+    def receive(self, chunk: jax.Array | int, round_index: jax.Array | int) -> Received:
         """What this rank gets in that round of the chunk's exchange."""
-        shape, plan = self.shape, self.plan(at.chunk)
-        rows_MH = send(shape, plan, at.round, _at(self.x_NTH, at.chunk))
-        routing_MR = send(shape, plan, at.round, _at(self.routing_NTR, at.chunk), fill=shape.num_experts)
+        shape, plan = self.shape, self.plan(chunk)
+        rows_MH = send(shape, plan, round_index, _at(self.x_NTH, chunk))
+        routing_MR = send(shape, plan, round_index, _at(self.routing_NTR, chunk), fill=shape.num_experts)
         ids_MK, bits_MK = jnp.split(routing_MR, 2, axis=1)
         weights_MK = lax.bitcast_convert_type(bits_MK, jnp.float32)
         return Received(rows_MH, local_expert_ids(shape, ids_MK), weights_MK)
 
-    def run_overflow(self, step, carry):
-        """(`step(pass, carry)` for every pass but the first of each chunk, their number); nothing where none can be needed."""
-        if not self.shape.may_overflow:
+    def run_further_rounds(self, step: Any, carry: Any) -> tuple[Any, jax.Array]:
+        """(`step(chunk, round, carry)` for every further round, their number); nothing where none can be needed."""
+        if not self.shape.max_further_rounds:
             return carry, jnp.zeros((), jnp.int32)
-        rounds = self.shape.num_rounds
-        is_first_R = jnp.arange(rounds) == 0
-        passes_X = (self.plans.blocks_R - is_first_R[None, :].astype(jnp.int32)).reshape(-1)
-        ends_X = jnp.cumsum(passes_X)
+        ends_N = jnp.cumsum(self.plans.further_rounds)
 
-        def body(state):
+        def body(state: Any) -> Any:
             number, carry = state
-            index = jnp.searchsorted(ends_X, number, side="right").astype(jnp.int32)
-            chunk, round_index = jnp.divmod(index, rounds)
-            block = number - (ends_X - passes_X)[index] + (round_index == 0)
-            return number + 1, step(Pass(chunk, round_index, block), carry)
+            chunk = jnp.searchsorted(ends_N, number, side="right").astype(jnp.int32)
+            round_index = number - (ends_N - self.plans.further_rounds)[chunk] + 1
+            return number + 1, step(chunk, round_index, carry)
 
         carry = jax.tree.map(lambda a: vary_like(a, self.x_NTH), carry)
-        _, carry = lax.while_loop(lambda state: state[0] < ends_X[-1], body, (jnp.zeros((), jnp.int32), carry))
-        return carry, ends_X[-1]
-
-
-def _block(shape: ExchangeShape, got: Received, index: jax.Array | int) -> Block:
-    return make_block(got.expert_ids_MK, got.weights_MK, shape.num_local_experts, shape.pairs_per_block, index)
+        _, carry = lax.while_loop(lambda state: state[0] < ends_N[-1], body, (jnp.zeros((), jnp.int32), carry))
+        return carry, ends_N[-1]
 
 
 def _at(stacked: jax.Array, index: jax.Array | int) -> jax.Array:
@@ -204,12 +273,3 @@ def _at(stacked: jax.Array, index: jax.Array | int) -> jax.Array:
 
 def _add_at(stacked: jax.Array, index: jax.Array | int, value: jax.Array) -> jax.Array:
     return lax.dynamic_update_index_in_dim(stacked, _at(stacked, index) + value, index, 0)
-
-
-def _sum(weights: Any) -> Weights:
-    """The sum of weights' gradients, added in float32, in their dtype."""
-    first, *rest = weights
-    if not rest:
-        return first
-    total = jax.tree.map(lambda *arrays: sum(a.astype(jnp.float32) for a in arrays), first, *rest)
-    return jax.tree.map(lambda a, like: a.astype(like.dtype), total, first)

@@ -31,18 +31,25 @@ def router_logits(x_TH: Float[Array, "T H"], w_HE: Float[Array, "H E"], dtype: A
     dtype: take the product in this dtype and round the logits to it instead, as transformers does in its compute dtype.
     """
     if dtype is not None:
-        return jnp.einsum("th,he->te", x_TH.astype(dtype), w_HE.astype(dtype)).astype(jnp.float32)
+        product_TE = jnp.einsum("th,he->te", x_TH.astype(dtype), w_HE.astype(dtype), precision=lax.Precision.HIGHEST)
+        return product_TE.astype(jnp.float32)
     return jnp.einsum("th,he->te", x_TH.astype(jnp.float32), w_HE, preferred_element_type=jnp.float32,
                       precision=lax.Precision.HIGHEST)  # fmt: skip
 
 
-def jitter(x_TH: Float[Array, "T H"], token_T: Int[Array, " T"], key: jax.Array, eps: float) -> Float[Array, "T H"]:
-    """x times uniform noise from [1 - eps, 1 + eps], float32; a token's noise depends on `key` and its number alone."""
+def jitter(
+    x_TH: Float[Array, "T H"], place_T2: Int[Array, "T 2"], key: jax.Array, eps: float
+) -> Float[Array, "T H"]:  # fmt: skip
+    """x times uniform noise from [1 - eps, 1 + eps], float32; a token's noise depends on `key` and its place alone.
 
-    def noise_of(token: jax.Array) -> jax.Array:
-        return jax.random.uniform(jax.random.fold_in(key, token), x_TH.shape[1:], minval=1 - eps, maxval=1 + eps)
+    place_T2: the token's row in the global batch and its position in the row.
+    """
 
-    return x_TH.astype(jnp.float32) * jax.vmap(noise_of)(token_T)
+    def noise_of(place_2: jax.Array) -> jax.Array:
+        token_key = jax.random.fold_in(jax.random.fold_in(key, place_2[0]), place_2[1])
+        return jax.random.uniform(token_key, x_TH.shape[1:], minval=1 - eps, maxval=1 + eps)
+
+    return x_TH.astype(jnp.float32) * jax.vmap(noise_of)(place_T2)
 
 
 def select_experts(scores_TE: Float[Array, "T E"], num_experts_per_tok: int) -> Int[Array, "T K"]:

@@ -11,10 +11,9 @@ import jax.numpy as jnp
 from jax import lax
 
 from moe_jax.collectives import vary_like
+from moe_jax.moe.exchange import EXPERT_AXIS
 from moe_jax.moe.permute import expand_rows, take_or_zero
 from moe_jax.sharding import BATCH
-
-EXPERT_AXIS = "expert"
 
 
 class Shuffle(NamedTuple):

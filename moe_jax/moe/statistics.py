@@ -25,7 +25,8 @@ class RouterStatistics:
     z_loss: float32, mean of logsumexp(logits)^2 (ST-MoE, arXiv:2202.08906, eq. 5).
     mean_logit, max_logit: float32, over tokens and experts; 0 without a real token.
     plan_iterations: int32, iterations of the sinkhorn or balanced plan; 0 where the mode has none.
-    extra_passes: int32, passes of the exchange beyond the first of each chunk; 0 where the buffers held everything.
+    further_rounds: int32, rounds of the exchange beyond the first of each chunk; 0 where its buffers held everything.
+    further_blocks: int32, blocks of pairs beyond the first of each chunk that the fullest device computed.
     """
 
     counts: jax.Array
@@ -37,7 +38,8 @@ class RouterStatistics:
     mean_logit: jax.Array
     max_logit: jax.Array
     plan_iterations: jax.Array
-    extra_passes: jax.Array
+    further_rounds: jax.Array
+    further_blocks: jax.Array
 
 
 def router_statistics(
@@ -50,7 +52,8 @@ def router_statistics(
     num_groups: int | None = None,
     dropped: jax.Array | int = 0,
     plan_iterations: jax.Array | int = 0,
-    extra_passes: jax.Array | int = 0,
+    further_rounds: jax.Array | int = 0,
+    further_blocks: jax.Array | int = 0,
 ) -> RouterStatistics:
     """The layer's statistics and losses; gradients flow through the probabilities and the logits, not through the counts.
 
@@ -59,7 +62,7 @@ def router_statistics(
     so many groups of T / G consecutive tokens on every device, and averaged over them by their real tokens.
 
     expert_ids_TK: E for padding. loss_ids_TK: the choice that the loss counts, where that is another one.
-    dropped: this device's share of the dropped pairs. extra_passes: equal on all devices.
+    dropped: this device's share of the dropped pairs. further_rounds: equal on all devices.
     """
     num_experts, top_k = logits_TE.shape[1], expert_ids_TK.shape[1]
     real_T = mask_T.astype(jnp.float32)
@@ -83,9 +86,10 @@ def router_statistics(
         "loss_counts": jnp.sum(loss_counts_GE, axis=0),
     }
     max_logit = jnp.max(jnp.where(mask_T[:, None], fixed_TE, -jnp.inf))
-    iterations = jnp.asarray(plan_iterations, jnp.int32)
+    # As floats: a maximum over devices has no derivative, and an integer that comes out of a gradient rule has a tangent.
+    most = {"iterations": jnp.asarray(plan_iterations, jnp.float32), "blocks": jnp.asarray(further_blocks, jnp.float32)}
     if axes:
-        sums, max_logit, iterations = lax.psum(sums, axes), lax.pmax(max_logit, axes), lax.pmax(iterations, axes)
+        sums, max_logit, most = lax.psum(sums, axes), lax.pmax(max_logit, axes), lax.pmax(most, axes)
     num_tokens = jnp.maximum(sums["tokens"], 1.0)
     mean_probs_E = sums["probs"] / num_tokens
     fraction_E = sums["loss_counts"].astype(jnp.float32) / (num_tokens * top_k)
@@ -99,8 +103,9 @@ def router_statistics(
         z_loss=sums["z"] / num_tokens,
         mean_logit=sums["logits"] / num_tokens,
         max_logit=jnp.where(sums["tokens"] > 0, max_logit, 0.0),
-        plan_iterations=iterations,
-        extra_passes=jnp.asarray(extra_passes, jnp.int32),
+        plan_iterations=most["iterations"].astype(jnp.int32),
+        further_rounds=jnp.asarray(further_rounds, jnp.int32),
+        further_blocks=most["blocks"].astype(jnp.int32),
     )
 
 
@@ -142,6 +147,8 @@ def combine_statistics(micro: RouterStatistics, weights_A: jax.Array) -> RouterS
     weights_A: each one's share of the real tokens. Counts are added, means averaged, maxima taken.
     """
 
+    has_tokens = jnp.sum(micro.counts, axis=2) > 0
+
     def mean(values: jax.Array) -> jax.Array:
         return jnp.tensordot(weights_A, values, axes=1)
 
@@ -153,7 +160,10 @@ def combine_statistics(micro: RouterStatistics, weights_A: jax.Array) -> RouterS
         aux_loss=mean(micro.aux_loss),
         z_loss=mean(micro.z_loss),
         mean_logit=mean(micro.mean_logit),
-        max_logit=jnp.max(micro.max_logit, axis=0),
+        max_logit=jnp.where(
+            jnp.any(has_tokens), jnp.max(jnp.where(has_tokens, micro.max_logit, -jnp.inf), axis=0), 0.0
+        ),
         plan_iterations=jnp.max(micro.plan_iterations, axis=0),
-        extra_passes=jnp.sum(micro.extra_passes, axis=0),
+        further_rounds=jnp.sum(micro.further_rounds, axis=0),
+        further_blocks=jnp.sum(micro.further_blocks, axis=0),
     )
