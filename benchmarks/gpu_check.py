@@ -151,7 +151,7 @@ def check_balancing() -> str:
     fits = partial(within_capacity, axes=(), factor=1.0, policy="probs")
     kept, milliseconds["capacity"] = run_on(gpu, fits, logits, ids, mask, token)
     differing["capacity"] = int(np.sum(np.any(kept != run_on(cpu, fits, logits, ids, mask, token)[0], axis=1)))
-    noisy = lambda x, t: jitter(x, t, jax.random.key(0), 0.1)  # noqa: E731
+    noisy = lambda x, t: jitter(x, jnp.stack([t // 512, t % 512], axis=1), jax.random.key(0), 0.1)  # noqa: E731
     x = rng.normal(size=(num_tokens, 64)).astype(np.float32)
     # The random bits are the same; a fused multiply-add may round the last digit otherwise.
     np.testing.assert_allclose(*(run_on(device, noisy, x, token)[0] for device in (gpu, cpu)), rtol=1e-6)

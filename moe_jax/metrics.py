@@ -27,7 +27,8 @@ SHOWN_UNLESS_ZERO = ("dropped",)
 LAYER_SERIES = {
     "max_load": "layer_max_load", "dead": "layer_dead", "dropped": "layer_dropped", "entropy": "entropy",
     "aux": "layer_aux", "z": "layer_z", "mean_logit": "mean_logit", "max_logit": "max_logit", "bias_min": "bias_min",
-    "bias_max": "bias_max",
+    "bias_max": "bias_max", "plan_iterations": "plan_iterations", "further_rounds": "further_rounds",
+    "further_blocks": "further_blocks",
 }  # fmt: skip
 
 logger = logging.getLogger("moe_jax")
@@ -289,6 +290,8 @@ class Reporter:
         for name, field in LAYER_SERIES.items():
             for layer, value in zip(layers, record[field], strict=True):
                 self._board.add_scalar(f"{prefix}/layer_{layer:02d}/{name}", value, record["step"])
+        for layer, counts in zip(layers, record["counts"], strict=True):
+            self._board.add_histogram(f"{prefix}/layer_{layer:02d}/counts", np.asarray(counts), record["step"])
 
 
 def _headline(record: Record) -> str:

@@ -183,12 +183,14 @@ def test_tensorboard_has_a_series_for_every_layer(tmp_path: Path, layers: list[i
         reporter.step(record(2, counts=[[4, 4, 4, 4], [16, 0, 0, 0]]))
     found = series(tmp_path / "tensorboard")
     expected = {"max_load": 4.0, "dead": 0.75, "dropped": 3, "entropy": 0.5, "aux": 1.75, "z": 0.333333,
-                "mean_logit": -0.5, "max_logit": 2.5, "bias_min": 0.0, "bias_max": 0.0}  # fmt: skip
+                "mean_logit": -0.5, "max_logit": 2.5, "bias_min": 0.0, "bias_max": 0.0, "plan_iterations": 0,
+                    "further_rounds": 2, "further_blocks": 0}  # fmt: skip
     assert set(expected) == set(LAYER_SERIES)
     for name, value in expected.items():
         assert found[f"train/{second}/{name}"][1] == pytest.approx((2, value)), name
     assert found[f"train/{second}/max_load"][0] == (1, 2.5)
-    assert sum("/layer_" in tag for tag in found) == 2 * len(expected)
+    assert len(found[f"train/{second}/counts"]) == 2  # a histogram
+    assert sum("/layer_" in tag for tag in found) == 2 * (len(expected) + 1)
     assert {f"train/{name}" for name in (*HEADLINES, "max_router_logit", "max_abs_bias")} <= set(found)
 
 
