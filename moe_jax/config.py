@@ -112,8 +112,8 @@ class MoEConfig:
     moe_all_to_all_dispatcher: True exchanges tokens by all-to-all, False by all-gather and reduce-scatter.
     moe_exchange: None follows that switch; "auto" takes whichever sends fewer bytes, and says so once; "ragged" is an all-to-all
         that sends only rows in use (XLA has it on GPU only; elsewhere whole blocks travel, with the same result).
-    moe_buffer_factor: the exchange's first round holds so many times what a balanced routing needs, at least 1; a routing that
-        needs more takes further rounds of a quarter of that, which are counted.
+    moe_buffer_factor: the exchange's first round holds so many times the balanced load, at least 1, and room for its random
+        fluctuation; a routing that needs more takes further rounds of a quarter of that, which are counted.
     moe_num_chunks: a device's tokens are exchanged and computed in so many parts, so that the exchange of one can run beside the
         experts of another.
     moe_combine_dtype: what a rank's results travel back in: "float32", or "compute" for the compute dtype, half the bytes in bf16.
@@ -146,7 +146,7 @@ class MoEConfig:
     global_token_shuffle: bool = False
     moe_all_to_all_dispatcher: bool = True
     moe_exchange: Literal["all_to_all", "all_gather", "ragged", "auto"] | None = None
-    moe_buffer_factor: float = 1.05
+    moe_buffer_factor: float = 1.0
     moe_num_chunks: int = 1
     moe_combine_dtype: Literal["float32", "compute"] = "float32"
     moe_aux_loss_coeff: float = 0.001

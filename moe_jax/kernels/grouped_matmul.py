@@ -37,10 +37,16 @@ def input_gradient(
 
 
 def weight_gradient(
-    x_MD: Float[Array, "M D"], dy_MF: Float[Array, "M F"], group_sizes_E: Int[Array, " E"]
+    x_MD: Float[Array, "M D"],
+    dy_MF: Float[Array, "M F"],
+    group_sizes_E: Int[Array, " E"],
+    total_EDF: Float[Array, "E D F"] | None = None,
 ) -> Float[Array, "E D F"]:
-    """x[rows of e]^T dy[rows of e], float32: the product's gradient with respect to w. Rows of no group take no part."""
-    return _weight_gradient(x_MD, dy_MF, group_sizes_E)
+    """x[rows of e]^T dy[rows of e], float32: the product's gradient with respect to w. Rows of no group take no part.
+
+    total_EDF: float32, what to add it to, in place.
+    """
+    return _weight_gradient(x_MD, dy_MF, group_sizes_E, total_EDF)
 
 
 def _forward(x_MD, w_EDF, group_sizes_E):
@@ -112,7 +118,9 @@ def _rows_times_matrix(x_MD: jax.Array, w_EDF: jax.Array, group_sizes_E: jax.Arr
     return lax.fori_loop(vary_like(jnp.zeros((), count.dtype), count), count, visit, out)
 
 
-def _weight_gradient(x_MD: jax.Array, dy_MF: jax.Array, group_sizes_E: jax.Array) -> jax.Array:
+def _weight_gradient(
+    x_MD: jax.Array, dy_MF: jax.Array, group_sizes_E: jax.Array, total_EDF: jax.Array | None
+) -> jax.Array:
     num_rows, num_groups = x_MD.shape[0], group_sizes_E.shape[0]
     tile = _tile_size(num_rows, num_groups)
     groups_V, tiles_V, bounds, count = _visits(group_sizes_E, num_rows, tile)
@@ -126,5 +134,7 @@ def _weight_gradient(x_MD: jax.Array, dy_MF: jax.Array, group_sizes_E: jax.Array
         old = lax.dynamic_index_in_dim(dw_EDF, groups_V[v], keepdims=False)
         return lax.dynamic_update_index_in_dim(dw_EDF, old + product, groups_V[v], 0)
 
-    zeros = zeros_like_type((num_groups, x_MD.shape[1], dy_MF.shape[1]), jnp.float32, x_MD, dy_MF, group_sizes_E)
-    return lax.fori_loop(vary_like(jnp.zeros((), count.dtype), count), count, visit, zeros)
+    if total_EDF is None:
+        shape = (num_groups, x_MD.shape[1], dy_MF.shape[1])
+        total_EDF = zeros_like_type(shape, jnp.float32, x_MD, dy_MF, group_sizes_E)
+    return lax.fori_loop(vary_like(jnp.zeros((), count.dtype), count), count, visit, total_EDF)

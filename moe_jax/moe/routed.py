@@ -1,10 +1,10 @@
 """The routed experts: exchange there, compute, exchange back, in as many rounds as the routing needs, under one `custom_vjp`.
 
 The tokens of a device are cut into `num_chunks` chunks. Every chunk's first round, and the first block of the pairs in it, is
-straight code, so that the exchange of one chunk can run beside the experts of another. What does not fit runs in loops whose
-length is data, and which are not entered otherwise: further blocks on a rank that has more pairs (no exchange in that loop, so
-every rank has its own number), and further rounds for what did not fit into the buffers (their number is the same on all devices).
-Exact under any routing, in bounded memory, with nothing dropped and nothing compiled anew.
+straight code, so that the exchange of one chunk can run beside the experts of another. What does not fit runs afterwards, in loops
+whose length is data, and which are not entered otherwise: the further blocks of ranks that got more pairs in a first round, and
+further rounds for what did not fit into the buffers. How often a loop with an exchange runs is the same on all devices; the blocks
+inside are each rank's own. Exact under any routing, in bounded memory, with nothing dropped and nothing compiled anew.
 
 T tokens of this device, N chunks of T / N tokens (the last one padded), K experts per token, E experts, H hidden size, M received
 rows of a round, F = 2 I expert width.
@@ -32,6 +32,7 @@ from moe_jax.moe.experts import (
     pre_activations,
     sort_pairs,
 )
+from moe_jax.sharding import BATCH
 
 # The received rows of the first rounds: what rematerialisation may keep, so that the exchange is not repeated.
 DISPATCHED_NAME = "moe_dispatched"
@@ -69,66 +70,82 @@ def routed_experts(
 
 
 def _forward(settings: RoutedSettings, x_TH, weights_TK, expert_ids_TK, weights: Weights):
-    shape = settings.shape
+    shape, numbers = settings.shape, range(settings.num_chunks)
     experts = _Experts(settings, weights)
     chunks = _Chunks(settings, x_TH, weights_TK, expert_ids_TK)
-    numbers = range(settings.num_chunks)
     received = [Received(*(checkpoint_name(a, DISPATCHED_NAME) for a in chunks.receive(n, 0))) for n in numbers]
-    computed = [experts.output(got, first=True) for got in received]
+    sorted_pairs = [experts.sort(got) for got in received]
 
-    def back(chunk: jax.Array | int, round_index: jax.Array | int, y_MH: jax.Array) -> jax.Array:
-        return give_back(shape, chunks.plan(chunk), round_index, y_MH, settings.combine_dtype)
+    def add_back(y_NTH: jax.Array, chunk: jax.Array | int, round_index: jax.Array | int, y_MH: jax.Array) -> jax.Array:
+        y_TH = give_back(shape, chunks.plan(chunk), round_index, y_MH, settings.combine_dtype)
+        return _add_at(y_NTH, chunk, y_TH)
 
-    parts = [back(n, 0, y_MH) for n, (y_MH, _, _) in zip(numbers, computed, strict=True)]
+    computed = [experts.first_output(*each) for each in zip(received, sorted_pairs, strict=True)]
+    parts = [
+        give_back(shape, chunks.plan(n), 0, y_MH, settings.combine_dtype)
+        for n, (y_MH, _) in zip(numbers, computed, strict=True)
+    ]
+
+    def blocks(chunk: jax.Array, carry):
+        y_NTH, num_blocks = carry
+        got, pairs = _choose((received, sorted_pairs), chunk)
+        y_MH, more = experts.further_output(got, pairs, shape.first_pairs)
+        return add_back(y_NTH, chunk, 0, y_MH), num_blocks + more
 
     def further(chunk: jax.Array, round_index: jax.Array, carry):
         y_NTH, num_blocks = carry
-        y_MH, _, more_blocks = experts.output(chunks.receive(chunk, round_index), first=False)
-        return _add_at(y_NTH, chunk, back(chunk, round_index, y_MH)), num_blocks + more_blocks
+        got = chunks.receive(chunk, round_index)
+        y_MH, more = experts.further_output(got, experts.sort(got), 0)
+        return add_back(y_NTH, chunk, round_index, y_MH), num_blocks + more
 
-    carry = jnp.stack(parts), jnp.sum(jnp.stack([num_blocks for _, _, num_blocks in computed]))
+    carry = jnp.stack(parts), vary_like(jnp.zeros((), jnp.int32), x_TH)
+    carry = chunks.run_further_blocks(sorted_pairs, blocks, carry)
     (y_NTH, num_blocks), num_rounds = chunks.run_further_rounds(further, carry)
-    gate_ups = [gate_up_AF for _, gate_up_AF, _ in computed]
+    gate_ups = [gate_up_AF for _, gate_up_AF in computed]
     residuals = x_TH, weights_TK, expert_ids_TK, weights, received, gate_ups
     return (chunks.join(y_NTH).astype(x_TH.dtype), num_rounds, num_blocks), residuals
 
 
 def _backward(settings: RoutedSettings, residuals, cotangents):
     x_TH, weights_TK, expert_ids_TK, weights, received, gate_ups = residuals
-    shape = settings.shape
+    shape, numbers = settings.shape, range(settings.num_chunks)
     experts = _Experts(settings, weights)
     chunks = _Chunks(settings, x_TH, weights_TK, expert_ids_TK)
     dy_NTH = chunks.cut(cotangents[0])
-    numbers = range(settings.num_chunks)
+    sorted_pairs = [experts.sort(got) for got in received]
 
     def send_dy(chunk: jax.Array | int, round_index: jax.Array | int) -> jax.Array:
         return send(shape, chunks.plan(chunk), round_index, _at(dy_NTH, chunk))
 
-    def back(
-        chunk: jax.Array | int, round_index: jax.Array | int, gradient: RowsGradient
-    ) -> tuple[jax.Array, jax.Array]:
-        """(d x [T, H], d combine weights [T, K]) of the chunk's tokens, float32."""
+    def back(chunk: jax.Array | int, round_index: jax.Array | int, gradient: RowsGradient) -> RowsGradient:
+        """The gradients of the chunk's tokens: d x [T, H] and d combine weights [T, K], float32."""
         plan = chunks.plan(chunk)
         dx_TH = give_back(shape, plan, round_index, gradient.d_rows_MH, x_TH.dtype)
-        return dx_TH, give_back(shape, plan, round_index, gradient.d_weights_MK)
+        return RowsGradient(dx_TH, give_back(shape, plan, round_index, gradient.d_weights_MK))
 
     dys = [send_dy(n, 0) for n in numbers]
-    gradients = [experts.gradient(*each) for each in zip(received, dys, gate_ups, strict=True)]
-    dx, d_combine = zip(*(back(n, 0, rows) for n, (rows, _) in zip(numbers, gradients, strict=True)), strict=True)
+    d_weights, parts = None, []
+    for n, got, pairs, dy_MH, gate_up_AF in zip(numbers, received, sorted_pairs, dys, gate_ups, strict=True):
+        rows, d_weights = experts.first_gradient(got, pairs, dy_MH, gate_up_AF, d_weights)
+        parts.append(back(n, 0, rows))
+
+    def add_back(carry, chunk: jax.Array, round_index: jax.Array | int, got: Received, pairs: Pairs, dy_MH: jax.Array):
+        total, d_weights = carry
+        start = shape.first_pairs if isinstance(round_index, int) else 0
+        rows, d_weights = experts.further_gradient(got, pairs, dy_MH, start, d_weights)
+        one = back(chunk, round_index, rows)
+        return jax.tree.map(lambda all_N, part: _add_at(all_N, chunk, part), total, one), d_weights
+
+    def blocks(chunk: jax.Array, carry):
+        return add_back(carry, chunk, 0, *_choose((received, sorted_pairs, dys), chunk))
 
     def further(chunk: jax.Array, round_index: jax.Array, carry):
-        dx_NTH, d_combine_NTK, total = carry
-        rows, d_weights = experts.gradient(chunks.receive(chunk, round_index), send_dy(chunk, round_index), None)
-        dx_TH, d_combine_TK = back(chunk, round_index, rows)
-        return (
-            _add_at(dx_NTH, chunk, dx_TH),
-            _add_at(d_combine_NTK, chunk, d_combine_TK),
-            jax.tree.map(jnp.add, total, d_weights),
-        )
+        got = chunks.receive(chunk, round_index)
+        return add_back(carry, chunk, round_index, got, experts.sort(got), send_dy(chunk, round_index))
 
-    first_total = jax.tree.map(lambda *arrays: sum(arrays), *(d_weights for _, d_weights in gradients))
-    carry = jnp.stack(dx), jnp.stack(d_combine), first_total
-    (dx_NTH, d_combine_NTK, d_weights), _ = chunks.run_further_rounds(further, carry)
+    carry = jax.tree.map(lambda *each: jnp.stack(each), *parts), d_weights
+    carry = chunks.run_further_blocks(sorted_pairs, blocks, carry)
+    ((dx_NTH, d_combine_NTK), d_weights), _ = chunks.run_further_rounds(further, carry)
     d_weights = jax.tree.map(lambda d, w: d.astype(w.dtype), d_weights, weights)
     return chunks.join(dx_NTH).astype(x_TH.dtype), chunks.join(d_combine_NTK), None, d_weights
 
@@ -144,73 +161,68 @@ class RowsGradient(NamedTuple):
 
 
 class _Experts:
-    """What this rank computes with the rows of one round: a first block of their pairs, then further ones in a loop."""
+    """What this rank computes with the rows of one round: a first block of their pairs, and further ones in a loop."""
 
     def __init__(self, settings: RoutedSettings, weights: Weights) -> None:
         self.shape, self.weights = settings.shape, weights
         self.activation = ACTIVATION_FUNCTIONS[settings.activation]
 
-    def output(self, got: Received, *, first: bool) -> tuple[jax.Array, jax.Array | None, jax.Array]:
-        """(weighted results float32 [M, H], pre-activations [A, F] of the first round's first block, number of other blocks)."""
-        pairs = self._sort(got)
-
-        def block_output(block: Block, gate_up_AF: jax.Array) -> jax.Array:
-            return experts_output(gate_up_AF, got.weights_MK, block, self.weights, self.activation)
-
-        def more(block: Block, y_MH: jax.Array) -> jax.Array:
-            return y_MH + block_output(block, pre_activations(got.rows_MH, block, self.weights))
-
-        if not first:
-            y_MH = zeros_like_type(got.rows_MH.shape, jnp.float32, got.rows_MH)
-            y_MH, num_blocks = self._run_blocks(pairs, 0, more, y_MH)
-            return y_MH, None, num_blocks
-        block = cut_block(pairs, 0, self.shape.first_pairs)
-        gate_up_AF = pre_activations(got.rows_MH, block, self.weights)
-        y_MH = block_output(block, gate_up_AF)
-        y_MH, num_blocks = self._run_blocks(pairs, self.shape.first_pairs, more, y_MH)
-        return y_MH, gate_up_AF, num_blocks
-
-    def gradient(
-        self, got: Received, dy_MH: jax.Array, gate_up_AF: jax.Array | None
-    ) -> tuple[RowsGradient, Weights]:  # fmt: skip
-        """(gradient of the rows, gradient of the weights); gate_up_AF: of the first block in the first round."""
-        pairs = self._sort(got)
-
-        def block_gradient(block: Block, gate_up_AF: jax.Array) -> tuple[RowsGradient, Weights]:
-            d_rows, d_combine, d_weights = experts_gradient(
-                got.rows_MH, gate_up_AF, dy_MH, block, self.weights, self.activation
-            )
-            return RowsGradient(d_rows, d_combine), d_weights
-
-        def more(block: Block, total: tuple[RowsGradient, Weights]) -> tuple[RowsGradient, Weights]:
-            rows, d_weights = block_gradient(block, pre_activations(got.rows_MH, block, self.weights))
-            return jax.tree.map(jnp.add, total, (rows, d_weights))
-
-        if gate_up_AF is None:
-            rows = RowsGradient(*(jnp.zeros(a.shape, jnp.float32) for a in (got.rows_MH, got.weights_MK)))
-            zeros = rows, jax.tree.map(lambda a: jnp.zeros(a.shape, jnp.float32), self.weights)
-            zeros = jax.tree.map(lambda a: vary_like(a, got.rows_MH), zeros)
-            return self._run_blocks(pairs, 0, more, zeros)[0]
-        first = block_gradient(cut_block(pairs, 0, self.shape.first_pairs), gate_up_AF)
-        return self._run_blocks(pairs, self.shape.first_pairs, more, first)[0]
-
-    def _sort(self, got: Received) -> Pairs:
+    def sort(self, got: Received) -> Pairs:
         return sort_pairs(got.expert_ids_MK, got.weights_MK, self.shape.num_local_experts)
 
+    def first_output(self, got: Received, pairs: Pairs) -> tuple[jax.Array, jax.Array]:
+        """(weighted results float32 [M, H], pre-activations [A, F]) of the first block."""
+        block = cut_block(pairs, 0, self.shape.first_pairs)
+        gate_up_AF = pre_activations(got.rows_MH, block, self.weights)
+        return experts_output(gate_up_AF, got.weights_MK, block, self.weights, self.activation), gate_up_AF
+
+    def further_output(self, got: Received, pairs: Pairs, start: int) -> tuple[jax.Array, jax.Array]:
+        """(weighted results float32 [M, H] of the pairs from place `start` on, number of blocks)."""
+
+        def step(block: Block, y_MH: jax.Array) -> jax.Array:
+            gate_up_AF = pre_activations(got.rows_MH, block, self.weights)
+            return y_MH + experts_output(gate_up_AF, got.weights_MK, block, self.weights, self.activation)
+
+        return self._run_blocks(pairs, start, step, zeros_like_type(got.rows_MH.shape, jnp.float32, got.rows_MH))
+
+    def first_gradient(
+        self, got: Received, pairs: Pairs, dy_MH: jax.Array, gate_up_AF: jax.Array, total: Weights | None
+    ) -> tuple[RowsGradient, Weights]:
+        """(gradient of the rows, `total` plus that of the weights, float32) of the first block."""
+        return self._gradient(got, dy_MH, cut_block(pairs, 0, self.shape.first_pairs), gate_up_AF, total)
+
+    def further_gradient(
+        self, got: Received, pairs: Pairs, dy_MH: jax.Array, start: int, total: Weights
+    ) -> tuple[RowsGradient, Weights]:
+        """The same of the pairs from place `start` on."""
+
+        def step(block: Block, carry: tuple[RowsGradient, Weights]) -> tuple[RowsGradient, Weights]:
+            gate_up_AF = pre_activations(got.rows_MH, block, self.weights)
+            rows, total = self._gradient(got, dy_MH, block, gate_up_AF, carry[1])
+            return jax.tree.map(jnp.add, carry[0], rows), total
+
+        like = got.rows_MH, got.weights_MK
+        zeros = RowsGradient(*(zeros_like_type(a.shape, jnp.float32, got.rows_MH) for a in like))
+        return self._run_blocks(pairs, start, step, (zeros, total))[0]
+
+    def _gradient(
+        self, got: Received, dy_MH: jax.Array, block: Block, gate_up_AF: jax.Array, total: Weights | None
+    ) -> tuple[RowsGradient, Weights]:
+        d_rows_MH, d_weights_MK, total = experts_gradient(
+            got.rows_MH, gate_up_AF, dy_MH, block, self.weights, self.activation, total
+        )
+        return RowsGradient(d_rows_MH, d_weights_MK), total
+
     def _run_blocks(self, pairs: Pairs, start: int, step: Any, carry: Any) -> tuple[Any, jax.Array]:
-        """(`step(block, carry)` for the pairs from place `start` on, number of blocks); no loop where there can be none."""
+        """(`step(block, carry)` for the pairs from place `start` on, number of blocks)."""
         size = self.shape.further_pairs
-        num_blocks = vary_like(jnp.zeros((), jnp.int32), pairs.num_pairs)
-        if start >= self.shape.most_pairs(0):
-            return carry, num_blocks
 
         def body(state: Any) -> Any:
             number, carry = state
             return number + 1, step(cut_block(pairs, start + number * size, size), carry)
 
-        number, carry = lax.while_loop(
-            lambda state: start + state[0] * size < pairs.num_pairs, body, (num_blocks, carry)
-        )
+        none_yet = vary_like(jnp.zeros((), jnp.int32), pairs.num_pairs)
+        number, carry = lax.while_loop(lambda state: start + state[0] * size < pairs.num_pairs, body, (none_yet, carry))
         return carry, number
 
 
@@ -250,6 +262,21 @@ class _Chunks:
         weights_MK = lax.bitcast_convert_type(bits_MK, jnp.float32)
         return Received(rows_MH, local_expert_ids(shape, ids_MK), weights_MK)
 
+    def run_further_blocks(self, sorted_pairs: list[Pairs], step: Any, carry: Any) -> Any:
+        """`step(chunk, carry)` for every chunk of whose first round some device has more pairs than the first block holds."""
+        if self.shape.first_pairs >= self.shape.most_pairs(0):
+            return carry
+        most_N = lax.pmax(jnp.stack([pairs.num_pairs for pairs in sorted_pairs]), BATCH)
+        order_N = jnp.argsort(most_N <= self.shape.first_pairs)  # the chunks that need it lead
+        count = jnp.sum(most_N > self.shape.first_pairs, dtype=jnp.int32)
+
+        def body(state: Any) -> Any:
+            number, carry = state
+            return number + 1, step(order_N[number], carry)
+
+        carry = jax.tree.map(lambda a: vary_like(a, self.x_NTH), carry)
+        return lax.while_loop(lambda state: state[0] < count, body, (jnp.zeros((), jnp.int32), carry))[1]
+
     def run_further_rounds(self, step: Any, carry: Any) -> tuple[Any, jax.Array]:
         """(`step(chunk, round, carry)` for every further round, their number); nothing where none can be needed."""
         if not self.shape.max_further_rounds:
@@ -265,6 +292,12 @@ class _Chunks:
         carry = jax.tree.map(lambda a: vary_like(a, self.x_NTH), carry)
         _, carry = lax.while_loop(lambda state: state[0] < ends_N[-1], body, (jnp.zeros((), jnp.int32), carry))
         return carry, ends_N[-1]
+
+
+def _choose(per_chunk: tuple[list[Any], ...], chunk: jax.Array) -> tuple[Any, ...]:
+    """The entries of one chunk, whose number is traced, out of lists."""
+    branches = [lambda each=each: each for each in zip(*per_chunk, strict=True)]
+    return lax.switch(chunk, branches) if len(branches) > 1 else branches[0]()
 
 
 def _at(stacked: jax.Array, index: jax.Array | int) -> jax.Array:
