@@ -69,7 +69,7 @@ def test_settings_survive_json(run_file: Path, tmp_path: Path) -> None:
     (["--train.stepz", "3"], "train.stepz"),
     (["--train.steps", "many"], "train.steps"),
     (["--train.steps", "0"], "train.steps is 0, but must be an integer >= 1"),
-    (["--moe.moe_load_balancing", "Sinkhorn"], "moe.moe_load_balancing.*'sinkhorn', 'aux_loss', 'none'"),
+    (["--moe.moe_load_balancing", "Sinkhorn"], "moe.moe_load_balancing.*'sinkhorn', 'balanced', 'aux_loss'"),
     (["--parallel.tensor_parallel_degree", "2"], "tensor_parallel_degree is 2"),
     (["--optimizer.warmup_steps", "8"], "optimizer.warmup_steps is 8"),
     (["--devices", "-1"], "devices"),
