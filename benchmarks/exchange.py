@@ -209,6 +209,11 @@ def further_loops(hlo: str) -> set[str]:
         match[1] for body in bodies.values() for line in body.splitlines()
         if (match := re.search(r" while\(.*body=%?([\w.\-]+)", line)) and "known_trip_count" not in line
     ]  # fmt: skip
+    for body in bodies.values():  # the further blocks of one chunk are a condition
+        for line in body.splitlines():
+            if " conditional(" in line:
+                to_visit += re.findall(r"(?:true|false)_computation=%?([\w.\-]+)", line)
+                to_visit += re.findall(r"[\w.\-]+", "".join(re.findall(r"branch_computations=\{([^}]*)\}", line)))
     loops: set[str] = set()
     while to_visit:
         name = to_visit.pop()

@@ -140,8 +140,8 @@ def read_collectives(hlo: str, min_bytes: int = 0, *, data_loops: int = 0) -> Ta
     """The collectives of a compiled program's text (`compiled.as_text()`), with results of at least `min_bytes`.
 
     A loop of known trip count counts that often; one whose length is data (further rounds of an exchange, the iterations of a
-    plan) counts `data_loops` times. Groups of one device send nothing and are left out. The parts of
-    a combined collective count one by one, except for the parts of one all-to-all, which are one buffer.
+    plan) counts `data_loops` times, and so does each branch of a condition. Groups of one device send nothing and are left out.
+    The parts of a combined collective count one by one, except for the parts of one all-to-all, which are one buffer.
     """
     times = _loop_counts(hlo, data_loops)
     table: collections.Counter[Collective] = collections.Counter()
@@ -196,8 +196,13 @@ def _loop_counts(hlo: str, data_loops: int) -> dict[str, int]:
             if match := re.search(r" while\(.*body=%?([\w.\-]+)", line):
                 count = re.search(r'known_trip_count[":{\s]+n[":\s]+(\d+)', line)
                 inside[match[1]] = (computation, int(count[1]) if count else data_loops)
-            for called in re.findall(r"(?:calls|to_apply|true_computation|false_computation)=%?([\w.\-]+)", line):
+            for called in re.findall(r"(?:calls|to_apply)=%?([\w.\-]+)", line):
                 inside.setdefault(called, (computation, 1))
+            for called in re.findall(r"(?:true_computation|false_computation)=%?([\w.\-]+)", line):
+                inside[called] = (computation, data_loops)
+            for branches in re.findall(r"branch_computations=\{([^}]*)\}", line):
+                for called in re.findall(r"[\w.\-]+", branches):
+                    inside[called] = (computation, data_loops)
 
     def times(name: str) -> int:
         total = 1

@@ -86,7 +86,7 @@ def _forward(settings: RoutedSettings, x_TH, weights_TK, expert_ids_TK, weights:
         for n, (y_MH, _) in zip(numbers, computed, strict=True)
     ]
 
-    def blocks(chunk: jax.Array, carry):
+    def blocks(chunk: jax.Array | int, carry):
         y_NTH, num_blocks = carry
         got, pairs = _choose((received, sorted_pairs), chunk)
         y_MH, more = experts.further_output(got, pairs, shape.first_pairs)
@@ -129,14 +129,16 @@ def _backward(settings: RoutedSettings, residuals, cotangents):
         rows, d_weights = experts.first_gradient(got, pairs, dy_MH, gate_up_AF, d_weights)
         parts.append(back(n, 0, rows))
 
-    def add_back(carry, chunk: jax.Array, round_index: jax.Array | int, got: Received, pairs: Pairs, dy_MH: jax.Array):
+    def add_back(
+        carry, chunk: jax.Array | int, round_index: jax.Array | int, got: Received, pairs: Pairs, dy_MH: jax.Array
+    ):
         total, d_weights = carry
         start = shape.first_pairs if isinstance(round_index, int) else 0
         rows, d_weights = experts.further_gradient(got, pairs, dy_MH, start, d_weights)
         one = back(chunk, round_index, rows)
         return jax.tree.map(lambda all_N, part: _add_at(all_N, chunk, part), total, one), d_weights
 
-    def blocks(chunk: jax.Array, carry):
+    def blocks(chunk: jax.Array | int, carry):
         return add_back(carry, chunk, 0, *_choose((received, sorted_pairs, dys), chunk))
 
     def further(chunk: jax.Array, round_index: jax.Array, carry):
@@ -275,6 +277,10 @@ class _Chunks:
             return number + 1, step(order_N[number], carry)
 
         carry = jax.tree.map(lambda a: vary_like(a, self.x_NTH), carry)
+        if (
+            self.num_chunks == 1
+        ):  # no loop: XLA would move a body that does not depend on the loop in front of it, exchange and all
+            return lax.cond(count > 0, lambda carry: step(0, carry), lambda carry: carry, carry)
         return lax.while_loop(lambda state: state[0] < count, body, (jnp.zeros((), jnp.int32), carry))[1]
 
     def run_further_rounds(self, step: Any, carry: Any) -> tuple[Any, jax.Array]:
@@ -294,10 +300,12 @@ class _Chunks:
         return carry, ends_N[-1]
 
 
-def _choose(per_chunk: tuple[list[Any], ...], chunk: jax.Array) -> tuple[Any, ...]:
-    """The entries of one chunk, whose number is traced, out of lists."""
-    branches = [lambda each=each: each for each in zip(*per_chunk, strict=True)]
-    return lax.switch(chunk, branches) if len(branches) > 1 else branches[0]()
+def _choose(per_chunk: tuple[list[Any], ...], chunk: jax.Array | int) -> tuple[Any, ...]:
+    """The entries of one chunk, whose number may be traced, out of lists."""
+    each_chunk = list(zip(*per_chunk, strict=True))
+    if isinstance(chunk, int):
+        return each_chunk[chunk]
+    return lax.switch(chunk, [lambda each=each: each for each in each_chunk])
 
 
 def _at(stacked: jax.Array, index: jax.Array | int) -> jax.Array:
