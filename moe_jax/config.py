@@ -203,6 +203,10 @@ class MoEConfig:
             for name in ("global_token_shuffle", "moe_input_jitter_eps", "moe_expert_capacity_factor", "moe_exchange",
                          "benchmark_only_uniform_routing"):  # fmt: skip
                 require(not getattr(self, name), name, getattr(self, name), "left out with smp_moe=False")
+            for name in ("moe_all_to_all_dispatcher", "moe_buffer_factor", "moe_combine_dtype"):
+                default = MoEConfig.__dataclass_fields__[name].default
+                require(getattr(self, name) == default, name, getattr(self, name),
+                        f"left at {default!r} with smp_moe=False, which exchanges nothing")  # fmt: skip
         require(self.moe_all_to_all_dispatcher or self.moe_exchange in (None, "all_gather"), "moe_exchange", self.moe_exchange,
                 "None or 'all_gather' with moe_all_to_all_dispatcher=False")  # fmt: skip
         require(form == "megatron" or mode == "aux_loss" or (form == "sequence" and mode == "expert_bias"),

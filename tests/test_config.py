@@ -104,6 +104,10 @@ def test_impossible_moe_settings_are_refused_in_one_sentence(settings, message) 
             {"smp_moe": False, "moe_load_balancing": "none", "moe_input_jitter_eps": 0.1},
             "moe_input_jitter_eps is 0.1, but must be left out with smp_moe=False",
         ),
+        (
+            {"smp_moe": False, "moe_load_balancing": "none", "moe_buffer_factor": 2.0},
+            "moe_buffer_factor is 2.0, but must be left at 1.0 with smp_moe=False",
+        ),
         ({"smp_moe": False, "moe_load_balancing": "balanced"}, "moe_load_balancing is 'balanced'"),
     ],
 )

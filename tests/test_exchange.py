@@ -124,10 +124,10 @@ def test_sizes_hold_the_worst_case_in_all_rounds_together(tokens, experts_per_ra
         assert shape.slots_per_rank >= tokens
         assert shape.slots_per_rank - shape.further_rows < tokens or not shape.max_further_rounds
         assert 1 <= shape.further_rows <= shape.first_rows <= tokens
-        assert 1 <= shape.further_pairs <= shape.first_pairs <= shape.most_pairs(0)
+        assert 1 <= shape.further_pairs <= shape.first_pairs <= shape.most_pairs
         if ranks == 1:
             assert not shape.max_further_rounds
-            assert shape.first_pairs == shape.most_pairs(0)
+            assert shape.first_pairs == shape.most_pairs
 
 
 def test_the_first_round_holds_a_balanced_routing_and_its_fluctuation(monkeypatch: pytest.MonkeyPatch) -> None:

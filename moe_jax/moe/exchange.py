@@ -73,9 +73,10 @@ class ExchangeShape:
         """M: rows that a rank gets in that round."""
         return self.num_ranks * self.rows_per_pair(round_index)
 
-    def most_pairs(self, round_index: jax.Array | int) -> int:
-        """(row, expert) pairs that a rank may have to compute in that round."""
-        return self.num_rows(round_index) * min(self.top_k, self.num_local_experts)
+    @property
+    def most_pairs(self) -> int:
+        """(row, expert) pairs that a rank may have to compute in the first round."""
+        return self.num_rows(0) * min(self.top_k, self.num_local_experts)
 
 
 def _is_first(round_index: jax.Array | int) -> bool:
@@ -102,7 +103,7 @@ def exchange_shape(
         rows = buffer_factor * num_tokens * goes + FLUCTUATION * math.sqrt(num_tokens * goes * (1 - goes))
         first = max(1, min(num_tokens, math.ceil(rows)))
     further = -(-first // FURTHER_PART)
-    most_pairs = num_ranks * first * min(top_k, num_local)  # `ExchangeShape.most_pairs(0)`
+    most_pairs = num_ranks * first * min(top_k, num_local)
     pairs = buffer_factor * num_tokens * top_k + FLUCTUATION * math.sqrt(num_tokens * top_k)
     pairs = max(1, min(most_pairs, math.ceil(pairs)))
     return ExchangeShape(
@@ -132,7 +133,7 @@ def layer_exchange(config: ModelConfig, moe: MoEConfig, num_tokens: int, num_ran
 def choose_exchange(
     *, num_tokens: int, top_k: int, num_experts: int, num_ranks: int, buffer_factor: float
 ) -> str:  # fmt: skip
-    """ "all_to_all" or "all_gather", whichever sends fewer rows; logs which and why, once for each case."""
+    """The kind that sends fewer rows, all_to_all or all_gather; logs which and why, once for each case."""
     shape = exchange_shape(
         "all_to_all", num_tokens=num_tokens, top_k=top_k, num_experts=num_experts, num_ranks=num_ranks,
         buffer_factor=buffer_factor,
@@ -212,7 +213,7 @@ def send(
     source_M = _slots_of_round(shape, plan, round_index)
     rows = values_TX.at[source_M].get(mode="fill", fill_value=fill)
     if shape.kind == "all_to_all":
-        return _all_to_all(rows)
+        return swap_blocks(rows)
     return _ragged_all_to_all(shape, rows, source_M < shape.num_tokens, fill)
 
 
@@ -223,20 +224,20 @@ def give_back(
 
     dtype: what the rows travel in; None for their own.
     """
-    rows_MX = rows_MX if dtype is None else rows_MX.astype(dtype)
-    if shape.kind == "local":
+    if shape.kind == "local":  # nothing travels
         return rows_MX.astype(jnp.float32)
+    rows_MX = rows_MX if dtype is None else rows_MX.astype(dtype)
     if shape.kind == "all_gather":
         if rows_MX.dtype == jnp.float32:
             return lax.psum_scatter(rows_MX, EXPERT_AXIS, scatter_dimension=0, tiled=True)
         # A reduce-scatter would add up in the narrow dtype; this sends as much.
-        parts_PTX = _all_to_all(rows_MX).reshape(shape.num_ranks, shape.num_tokens, -1)
+        parts_PTX = swap_blocks(rows_MX).reshape(shape.num_ranks, shape.num_tokens, -1)
         return jnp.sum(parts_PTX, axis=0, dtype=jnp.float32)
     if shape.kind == "all_to_all":
-        back_MX = _all_to_all(rows_MX)
+        back_MX = swap_blocks(rows_MX)
     else:
         is_sent_M = _slots_of_round(shape, plan, round_index) < shape.num_tokens
-        back_MX = _ragged_all_to_all(shape, rows_MX, _all_to_all(is_sent_M), 0)
+        back_MX = _ragged_all_to_all(shape, rows_MX, swap_blocks(is_sent_M), 0)
     rows = shape.rows_per_pair(round_index)
     rank_TJ, place_TJ = jnp.divmod(plan.slots_TJ, shape.slots_per_rank)
     place_TJ = place_TJ - _first_place(shape, round_index)
@@ -264,13 +265,13 @@ def _first_place(shape: ExchangeShape, round_index: jax.Array | int) -> jax.Arra
     return 0 if _is_first(round_index) else shape.first_rows + (round_index - 1) * shape.further_rows
 
 
-def _all_to_all(rows: jax.Array) -> jax.Array:
+def swap_blocks(rows: jax.Array) -> jax.Array:
     """Block p of the rows goes to rank p; block p of the result came from rank p."""
     return lax.all_to_all(rows, EXPERT_AXIS, split_axis=0, concat_axis=0, tiled=True)
 
 
 def _ragged_all_to_all(shape: ExchangeShape, rows_MX: jax.Array, is_used_M: jax.Array, fill: float | int) -> jax.Array:
-    """`_all_to_all` that sends only the rows in use, which lead their block; the others of the result are `fill`.
+    """`swap_blocks` that sends only the rows in use, which lead their block; the others of the result are `fill`.
 
     XLA has this on GPU only; elsewhere the whole blocks travel, with the same result.
     """
@@ -282,10 +283,10 @@ def _ragged_all_to_all(shape: ExchangeShape, rows_MX: jax.Array, is_used_M: jax.
         # Every rank writes into its own block of the others' results.
         at_P = jnp.full(shape.num_ranks, lax.axis_index(EXPERT_AXIS) * rows, jnp.int32)
         empty_MX = jnp.full_like(rows_MX, fill)
-        received_P = _all_to_all(used_P)
+        received_P = swap_blocks(used_P)
         return lax.ragged_all_to_all(rows_MX, empty_MX, block_P, used_P, at_P, received_P, axis_name=EXPERT_AXIS)
 
     def dense(rows_MX: jax.Array, is_used_M: jax.Array) -> jax.Array:
-        return _all_to_all(jnp.where(is_used_M[:, None], rows_MX, jnp.asarray(fill, rows_MX.dtype)))
+        return swap_blocks(jnp.where(is_used_M[:, None], rows_MX, jnp.asarray(fill, rows_MX.dtype)))
 
     return lax.platform_dependent(rows_MX, is_used_M, cuda=ragged, default=dense)

@@ -45,9 +45,7 @@ class MoE(nnx.Module):
         self.router = nnx.Param(normal(router_key, (hidden, experts), stddev), dims=("hidden", "experts_out"))
         self.gate_up = nnx.Param(gate_up, dims=("expert", "expert_hidden", "gate_up", "expert_width"))
         self.down = nnx.Param(down, dims=("expert", "expert_width", "expert_hidden"))
-        if (
-            moe.moe_load_balancing == "expert_bias"
-        ):  # moved by `update_expert_bias`, not by the optimizer: it has no gradient
+        if moe.moe_load_balancing == "expert_bias":  # without a gradient: `update_expert_bias` moves it
             self.expert_bias = nnx.Param(jnp.zeros(experts), dims=("experts_out",))
         self.config, self.moe = config, moe
 

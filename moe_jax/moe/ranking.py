@@ -8,7 +8,7 @@ bit for bit however the tokens are spread.
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Bool, Float, Int, Shaped, UInt32
+from jaxtyping import Array, Bool, Int, Shaped, UInt32
 
 from moe_jax.collectives import vary, varying_axes
 
@@ -29,12 +29,6 @@ def ordered_key(x: Shaped[Array, "*S"]) -> UInt32[Array, "*S"]:
     bits = lax.bitcast_convert_type(jnp.where(x == 0, 0.0, x), jnp.uint32)
     ordered = jnp.where(bits >> 31 == 1, ~bits, bits | jnp.uint32(1 << 31))
     return jnp.where(jnp.isnan(x), jnp.uint32(LARGEST), ordered)
-
-
-def value_of_key(key: UInt32[Array, "*S"]) -> Float[Array, "*S"]:
-    """The float32 that `ordered_key` maps to this number."""
-    bits = jnp.where(key >> 31 == 1, key ^ jnp.uint32(1 << 31), ~key)
-    return lax.bitcast_convert_type(bits, jnp.float32)
 
 
 def sum_over(x: jax.Array, axes: tuple[str, ...]) -> jax.Array:

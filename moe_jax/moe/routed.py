@@ -266,7 +266,7 @@ class _Chunks:
 
     def run_further_blocks(self, sorted_pairs: list[Pairs], step: Any, carry: Any) -> Any:
         """`step(chunk, carry)` for every chunk of whose first round some device has more pairs than the first block holds."""
-        if self.shape.first_pairs >= self.shape.most_pairs(0):
+        if self.shape.first_pairs >= self.shape.most_pairs:
             return carry
         most_N = lax.pmax(jnp.stack([pairs.num_pairs for pairs in sorted_pairs]), BATCH)
         order_N = jnp.argsort(most_N <= self.shape.first_pairs)  # the chunks that need it lead
@@ -277,9 +277,8 @@ class _Chunks:
             return number + 1, step(order_N[number], carry)
 
         carry = jax.tree.map(lambda a: vary_like(a, self.x_NTH), carry)
-        if (
-            self.num_chunks == 1
-        ):  # no loop: XLA would move a body that does not depend on the loop in front of it, exchange and all
+        if self.num_chunks == 1:
+            # Not a loop: its body would not depend on it, and XLA would move it in front, exchange and all.
             return lax.cond(count > 0, lambda carry: step(0, carry), lambda carry: carry, carry)
         return lax.while_loop(lambda state: state[0] < count, body, (jnp.zeros((), jnp.int32), carry))[1]
 

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from moe_jax.collectives import vary_like
-from moe_jax.moe.exchange import EXPERT_AXIS
+from moe_jax.moe.exchange import EXPERT_AXIS, swap_blocks
 from moe_jax.moe.permute import expand_rows, take_or_zero
 from moe_jax.sharding import BATCH
 
@@ -36,12 +36,12 @@ def make_shuffle(key: jax.Array, num_tokens: int, like: jax.Array) -> Shuffle:
 
 def shuffle(plan: Shuffle, rows_TX: jax.Array) -> jax.Array:
     """[T, X] of this rank -> [S, X] of all ranks of its expert group; rows of padding are zeros."""
-    return _exchange(_take(rows_TX, plan.order_S, plan.slot_T))
+    return swap_blocks(_take(rows_TX, plan.order_S, plan.slot_T))
 
 
 def unshuffle(plan: Shuffle, rows_SX: jax.Array) -> jax.Array:
     """The inverse of `shuffle`: every row back at its place, [T, X]."""
-    return _take(_exchange(rows_SX), plan.slot_T, plan.order_S)
+    return _take(swap_blocks(rows_SX), plan.slot_T, plan.order_S)
 
 
 def _take(rows: jax.Array, index: jax.Array, inverse: jax.Array) -> jax.Array:
@@ -49,7 +49,3 @@ def _take(rows: jax.Array, index: jax.Array, inverse: jax.Array) -> jax.Array:
     if jnp.issubdtype(rows.dtype, jnp.floating):
         return expand_rows(rows, index, inverse[:, None])
     return take_or_zero(rows, index)
-
-
-def _exchange(rows: jax.Array) -> jax.Array:
-    return lax.all_to_all(rows, EXPERT_AXIS, split_axis=0, concat_axis=0, tiled=True)
