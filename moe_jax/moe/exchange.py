@@ -22,6 +22,7 @@ from jax import lax
 
 from moe_jax.config import ModelConfig, MoEConfig
 from moe_jax.errors import require
+from moe_jax.kernels.hopper import ROW_ALIGNMENT
 from moe_jax.moe.permute import sum_slots
 from moe_jax.sharding import BATCH
 
@@ -105,12 +106,17 @@ def exchange_shape(
     further = -(-first // FURTHER_PART)
     most_pairs = num_ranks * first * min(top_k, num_local)
     pairs = buffer_factor * num_tokens * top_k + FLUCTUATION * math.sqrt(num_tokens * top_k)
-    pairs = max(1, min(most_pairs, math.ceil(pairs)))
+    pairs = max(1, min(most_pairs, _round_up(math.ceil(pairs))))
     return ExchangeShape(
         kind=kind, num_ranks=num_ranks, num_experts=num_experts, num_tokens=num_tokens, top_k=top_k, first_rows=first,
         further_rows=further, max_further_rounds=-(-(num_tokens - first) // further), first_pairs=pairs,
-        further_pairs=-(-pairs // FURTHER_PART),
+        further_pairs=min(pairs, _round_up(-(-pairs // FURTHER_PART))),
     )  # fmt: skip
+
+
+def _round_up(num_pairs: int) -> int:
+    """To what the Hopper kernels take without a padded copy."""
+    return -(-num_pairs // ROW_ALIGNMENT) * ROW_ALIGNMENT
 
 
 def layer_exchange(config: ModelConfig, moe: MoEConfig, num_tokens: int, num_ranks: int) -> ExchangeShape:

@@ -4,7 +4,7 @@ M rows, K expert slots per row, E local experts, A (row, expert) pairs of a bloc
 """
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -105,10 +105,11 @@ def experts_output(
 def experts_gradient(
     rows_MH: Float[Array, "M H"], gate_up_AF: Float[Array, "A F"], dy_MH: Float[Array, "M H"], block: Block,
     weights: Weights, activation: Callable[[jax.Array], jax.Array], total: Weights | None = None,
+    weights_dtype: Any = jnp.float32,
 ) -> tuple[Float[Array, "M H"], Float[Array, "M K"], Weights]:  # fmt: skip
-    """(d rows, d combine weights, d weights) of `experts_output`, all float32: what is added up is rounded once, at the end.
+    """(d rows, d combine weights, d weights) of `experts_output`, float32: what is added up is rounded once, at the end.
 
-    total: what d weights are added to.
+    total: what d weights are added to. weights_dtype: of d weights without a total.
 
     The down product is not repeated: a weight's gradient is <dy W_down^T, hidden>, of which the first factor is needed anyway.
     """
@@ -120,8 +121,9 @@ def experts_gradient(
     (d_gate_up_AF,) = pull((d_hidden_AI * scale_A1).astype(hidden_AI.dtype))
     scaled_AI = (hidden_AI * scale_A1).astype(hidden_AI.dtype)
     rows_AH = take_or_zero(rows_MH, block.source_A)
-    d_down = weight_gradient(scaled_AI, dy_AH, block.group_sizes_E, total.down_EIH if total else None)
-    d_gate_up = weight_gradient(rows_AH, d_gate_up_AF, block.group_sizes_E, total.gate_up_EHF if total else None)
+    totals = (total.down_EIH, total.gate_up_EHF) if total else (None, None)
+    d_down = weight_gradient(scaled_AI, dy_AH, block.group_sizes_E, totals[0], weights_dtype)
+    d_gate_up = weight_gradient(rows_AH, d_gate_up_AF, block.group_sizes_E, totals[1], weights_dtype)
     d_rows_AH = input_gradient(d_gate_up_AF, weights.gate_up_EHF, block.group_sizes_E)
     d_weights = Weights(d_gate_up.reshape(weights.gate_up_EHGI.shape), d_down)
     return sum_slots(d_rows_AH, block.slots_MK), take_or_zero(d_weight_A, block.slots_MK), d_weights

@@ -47,6 +47,12 @@ class RoutedSettings:
     activation: str
     combine_dtype: Any = None
 
+    @property
+    def is_one_block(self) -> bool:
+        """Whether all is computed in one block, whatever the routing."""
+        shape = self.shape
+        return self.num_chunks == 1 and not shape.max_further_rounds and shape.first_pairs >= shape.most_pairs
+
 
 class Received(NamedTuple):
     """A round's rows in the compute dtype [M, H], their local expert ids int32 [M, K] and combine weights float32 [M, K]."""
@@ -167,6 +173,8 @@ class _Experts:
 
     def __init__(self, settings: RoutedSettings, weights: Weights) -> None:
         self.shape, self.weights = settings.shape, weights
+        # What is not added up is rounded at once.
+        self.gradient_dtype = weights.down_EIH.dtype if settings.is_one_block else jnp.float32
         self.activation = ACTIVATION_FUNCTIONS[settings.activation]
 
     def sort(self, got: Received) -> Pairs:
@@ -190,7 +198,7 @@ class _Experts:
     def first_gradient(
         self, got: Received, pairs: Pairs, dy_MH: jax.Array, gate_up_AF: jax.Array, total: Weights | None
     ) -> tuple[RowsGradient, Weights]:
-        """(gradient of the rows, `total` plus that of the weights, float32) of the first block."""
+        """(gradient of the rows, `total` plus that of the weights) of the first block."""
         return self._gradient(got, dy_MH, cut_block(pairs, 0, self.shape.first_pairs), gate_up_AF, total)
 
     def further_gradient(
@@ -211,7 +219,7 @@ class _Experts:
         self, got: Received, dy_MH: jax.Array, block: Block, gate_up_AF: jax.Array, total: Weights | None
     ) -> tuple[RowsGradient, Weights]:
         d_rows_MH, d_weights_MK, total = experts_gradient(
-            got.rows_MH, gate_up_AF, dy_MH, block, self.weights, self.activation, total
+            got.rows_MH, gate_up_AF, dy_MH, block, self.weights, self.activation, total, self.gradient_dtype
         )
         return RowsGradient(d_rows_MH, d_weights_MK), total
 
