@@ -29,6 +29,12 @@ def zeros_like_type(shape: tuple[int, ...], dtype: Any, *others: jax.Array) -> j
     return vary_like(jnp.zeros(shape, dtype), *others)
 
 
+def shape_like(shape: tuple[int, ...], dtype: Any, *others: jax.Array) -> jax.ShapeDtypeStruct:
+    """The type of a result that varies like `others`."""
+    kind = jax.typeof(vary_like(jnp.zeros((), dtype), *others)).mat
+    return jax.ShapeDtypeStruct(shape, dtype, manual_axis_type=kind)
+
+
 def gather_whole(weight: jax.Array, spec: PartitionSpec, axes: tuple[str, ...] = ("fsdp", "expert")) -> jax.Array:
     """This device's part of a weight laid out by `spec`, gathered over those of its mesh axes that are in `axes`.
 

@@ -100,6 +100,12 @@ def device_kind() -> str:
     return abstract.device_kind if abstract else jax.devices()[0].device_kind
 
 
+def is_gpu() -> bool:
+    """Whether the device that is compiled for is a GPU."""
+    abstract = jax.sharding.get_abstract_mesh().abstract_device
+    return (abstract.platform if abstract else jax.devices()[0].platform) in ("gpu", "cuda", "rocm")
+
+
 def is_hopper(device: str) -> bool:
     """Whether `device` (a device kind) is a GPU of compute capability 9.0."""
     return re.search(r"\b(H100|H200|H800|H20|GH200)\b", device) is not None

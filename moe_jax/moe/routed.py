@@ -107,9 +107,11 @@ def _forward(settings: RoutedSettings, x_TH, weights_TK, expert_ids_TK, weights:
     carry = jnp.stack(parts), vary_like(jnp.zeros((), jnp.int32), x_TH)
     carry = chunks.run_further_blocks(sorted_pairs, blocks, carry)
     (y_NTH, num_blocks), num_rounds = chunks.run_further_rounds(further, carry)
-    gate_ups = [gate_up_AF for _, gate_up_AF in computed]
+    y_TH = chunks.join(y_NTH).astype(x_TH.dtype)
+    # The gradient writes over these: nothing of it may be scheduled while they are still read here, or there would be a copy.
+    y_TH, gate_ups = lax.optimization_barrier((y_TH, [gate_up_AF for _, gate_up_AF in computed]))
     residuals = x_TH, weights_TK, expert_ids_TK, weights, received, gate_ups
-    return (chunks.join(y_NTH).astype(x_TH.dtype), num_rounds, num_blocks), residuals
+    return (y_TH, num_rounds, num_blocks), residuals
 
 
 def _backward(settings: RoutedSettings, residuals, cotangents):

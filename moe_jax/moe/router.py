@@ -11,6 +11,8 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
+from moe_jax.collectives import vary_like
+
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
@@ -33,8 +35,51 @@ def router_logits(x_TH: Float[Array, "T H"], w_HE: Float[Array, "H E"], dtype: A
     if dtype is not None:
         product_TE = jnp.einsum("th,he->te", x_TH.astype(dtype), w_HE.astype(dtype), precision=lax.Precision.HIGHEST)
         return product_TE.astype(jnp.float32)
+    if x_TH.dtype == jnp.bfloat16 and w_HE.dtype == jnp.float32:
+        return _product_in_parts(x_TH, vary_like(w_HE, x_TH))
     return jnp.einsum("th,he->te", x_TH.astype(jnp.float32), w_HE, preferred_element_type=jnp.float32,
                       precision=lax.Precision.HIGHEST)  # fmt: skip
+
+
+def _bf16_parts(a: jax.Array, number: int) -> list[jax.Array]:
+    """bfloat16 arrays whose sum is the float32 `a`: to 16 bits with two, to all 24 with three."""
+    parts = []
+    for _ in range(number):
+        # Not a cast there and back, which XLA may leave out.
+        part = lax.reduce_precision(a, exponent_bits=8, mantissa_bits=7)
+        parts.append(part.astype(jnp.bfloat16))
+        a = a - part
+    return parts
+
+
+@jax.custom_vjp
+def _product_in_parts(x_TH: jax.Array, w_HE: jax.Array) -> jax.Array:
+    """x w, exact but for the order of float32 sums, in bfloat16 products, which GPUs are ten times as fast at.
+
+    x is bfloat16 and so exact; w is the sum of three parts, side by side in one product.
+    """
+    parts_HP = jnp.concatenate(_bf16_parts(w_HE, 3), axis=1)
+    product_TP = jnp.einsum("th,hp->tp", x_TH, parts_HP, preferred_element_type=jnp.float32)
+    return product_TP.reshape(product_TP.shape[0], 3, -1).sum(axis=1)
+
+
+def _product_forward(x_TH, w_HE):
+    return _product_in_parts(x_TH, w_HE), (x_TH, w_HE)
+
+
+def _product_backward(residuals, d_TE):
+    x_TH, w_HE = residuals
+    d_parts_TP = jnp.concatenate(_bf16_parts(d_TE, 3), axis=1)
+    dw_HP = jnp.einsum("th,tp->hp", x_TH, d_parts_TP, preferred_element_type=jnp.float32)
+    # dx is rounded to bfloat16: 16 bits of the factors are enough.
+    d_high, d_low = _bf16_parts(d_TE, 2)
+    w_high, w_low = _bf16_parts(w_HE, 2)
+    left_TP, right_HP = (jnp.concatenate(a, axis=1) for a in ((d_high, d_high, d_low), (w_high, w_low, w_high)))
+    dx_TH = jnp.einsum("tp,hp->th", left_TP, right_HP, preferred_element_type=jnp.float32)
+    return dx_TH.astype(x_TH.dtype), dw_HP.reshape(dw_HP.shape[0], 3, -1).sum(axis=1)
+
+
+_product_in_parts.defvjp(_product_forward, _product_backward)
 
 
 def jitter(

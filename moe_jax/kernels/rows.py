@@ -1,0 +1,139 @@
+"""Passes over rows that are bound by memory, as single kernels on GPUs (Pallas' Triton backend): each reads and writes once.
+
+A pairs, M rows, H hidden size, I expert width. `take_rows` gathers; `gated_gradient` is the gradient of a gated activation.
+"""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as plt
+from jaxtyping import Array, Float, Int
+
+from moe_jax.collectives import shape_like
+from moe_jax.kernels.choice import is_gpu
+
+CHUNK = 2048  # numbers of a row that a program holds at a time
+WARPS = 4
+
+Activation = Callable[[jax.Array], jax.Array]
+
+
+def take_rows(rows_MH: Float[Array, "M H"], index_A: Int[Array, " A"]) -> Float[Array, "A H"]:
+    """rows[index], and zeros where the index is out of range."""
+    if not is_gpu():
+        return rows_MH.at[index_A].get(mode="fill", fill_value=0)
+    return _take_rows(rows_MH, index_A)
+
+
+class GatedGradient(NamedTuple):
+    """d gate_up [A, 2 I] and scaled hidden [A, I] in the dtype of the activations; d weights [A], float32."""
+
+    d_gate_up_AF: jax.Array
+    scaled_AI: jax.Array
+    d_weights_A: jax.Array
+
+
+def gated_gradient(
+    gate_up_AF: Float[Array, "A F"],
+    d_hidden_AI: Float[Array, "A I"],
+    weights_A: Float[Array, " A"],
+    activation: Activation,
+) -> GatedGradient:
+    """The gradient of weights[a] * hidden[a], hidden = activation(gate) * up, where `d_hidden` is by that product.
+
+    d weights[a] = <d_hidden[a], hidden[a]>; scaled hidden = weights[a] * hidden[a], which the weight gradient of the product after
+    it is of. Computed in float32. On GPUs the first two results take the place of the arguments, if nothing else needs those.
+    """
+    if not is_gpu():
+        gate_AI, up_AI = jnp.split(gate_up_AF.astype(jnp.float32), 2, axis=1)
+        d_hidden = d_hidden_AI.astype(jnp.float32)
+        hidden_AI, d_gate_AI, d_up_AI = _gated(gate_AI, up_AI, d_hidden * weights_A[:, None], activation)
+        d_weights_A = jnp.sum(d_hidden * hidden_AI, axis=1)
+        d_gate_up_AF = jnp.concatenate([d_gate_AI, d_up_AI], axis=1)
+        scaled_AI = hidden_AI * weights_A[:, None]
+        return GatedGradient(d_gate_up_AF.astype(gate_up_AF.dtype), scaled_AI.astype(gate_up_AF.dtype), d_weights_A)
+    return GatedGradient(*_gated_gradient(gate_up_AF, d_hidden_AI, weights_A, activation))
+
+
+def _gated(gate: jax.Array, up: jax.Array, d_hidden: jax.Array, activation: Activation) -> tuple[jax.Array, ...]:
+    """(hidden, d gate, d up), in the dtype of the arguments."""
+    activated, pull = jax.vjp(activation, gate)
+    (d_gate,) = pull(d_hidden * up)
+    return activated * up, d_gate, d_hidden * activated
+
+
+def _take_rows(rows_MH: jax.Array, index_A: jax.Array, interpret: bool = False) -> jax.Array:
+    (num_rows, width), num_taken = rows_MH.shape, index_A.shape[0]
+    chunk = min(CHUNK, pl.next_power_of_2(width))
+
+    def kernel(rows, index, out):
+        place = pl.program_id(0)
+        row = index[place]
+        in_range = (row >= 0) & (row < num_rows)
+
+        @pl.loop(0, pl.cdiv(width, chunk))
+        def _chunk(c):
+            columns = pl.ds(c * chunk, chunk)
+            inside = c * chunk + jnp.arange(chunk) < width
+            values = plt.load(rows.at[jnp.where(in_range, row, 0), columns], mask=inside & in_range, other=0)
+            plt.store(out.at[place, columns], values, mask=inside)
+
+    result = shape_like((num_taken, width), rows_MH.dtype, rows_MH, index_A)
+    return _call(kernel, num_taken, [result], interpret, rows_MH, index_A)[0]
+
+
+def _gated_gradient(
+    gate_up_AF: jax.Array, d_hidden_AI: jax.Array, weights_A: jax.Array, activation: Activation, interpret: bool = False
+) -> list[jax.Array]:
+    num_pairs, width = d_hidden_AI.shape
+    chunk = min(CHUNK, pl.next_power_of_2(width))
+    num_chunks = pl.cdiv(width, chunk)
+
+    def kernel(gate_up, d_hidden, weights, d_gate_up, scaled, d_weights):
+        pair = pl.program_id(0)
+        weight = weights[pair]
+
+        def one_chunk(c, total):
+            start = c * chunk
+            inside = start + jnp.arange(chunk) < width
+            gates, ups = pl.ds(start, chunk), pl.ds(width + start, chunk)
+
+            def get(ref, columns):
+                return plt.load(ref.at[pair, columns], mask=inside, other=0).astype(jnp.float32)
+
+            def put(ref, columns, values):
+                plt.store(ref.at[pair, columns], values.astype(ref.dtype), mask=inside)
+
+            d = get(d_hidden, gates)
+            hidden, d_gate, d_up = _gated(get(gate_up, gates), get(gate_up, ups), d * weight, activation)
+            put(d_gate_up, gates, d_gate)
+            put(d_gate_up, ups, d_up)
+            put(scaled, gates, hidden * weight)
+            return total + d * hidden
+
+        total = jax.lax.fori_loop(0, num_chunks, one_chunk, jnp.zeros((chunk,), jnp.float32))
+        d_weights[pair] = jnp.sum(total)
+
+    arguments = gate_up_AF, d_hidden_AI, weights_A
+    results = [shape_like(a.shape, a.dtype, *arguments) for a in arguments]
+    return _call(kernel, num_pairs, results, interpret, *arguments, aliases={0: 0, 1: 1})
+
+
+def _call(
+    kernel: Any, size: int, results: list[Any], interpret: bool, *arguments: jax.Array, aliases: Any = None
+) -> Any:
+    """One program for each of `size` rows."""
+    call = partial(
+        pl.pallas_call,
+        kernel,
+        out_shape=results,
+        grid=(size,),
+        input_output_aliases=aliases or {},
+        compiler_params=plt.CompilerParams(num_warps=WARPS),
+        interpret=interpret,
+    )
+    return call()(*arguments)
