@@ -1,6 +1,7 @@
 """Passes over rows that are bound by memory, as single kernels on GPUs (Pallas' Triton backend): each reads and writes once.
 
-A pairs, M rows, H hidden size, I expert width. `take_rows` gathers; `gated_gradient` is the gradient of a gated activation.
+A pairs, M rows, K slots of a row, H hidden size, I expert width. `spread_rows` copies a row to where its pairs are;
+`gated_gradient` is the gradient of a gated activation.
 """
 
 from collections.abc import Callable
@@ -22,11 +23,17 @@ WARPS = 4
 Activation = Callable[[jax.Array], jax.Array]
 
 
-def take_rows(rows_MH: Float[Array, "M H"], index_A: Int[Array, " A"]) -> Float[Array, "A H"]:
-    """rows[index], and zeros where the index is out of range."""
+def spread_rows(
+    rows_MH: Float[Array, "M H"], source_A: Int[Array, " A"], slots_MK: Int[Array, "M K"]
+) -> Float[Array, "A H"]:
+    """rows[source]: out[slots[m, k]] = rows[m] for every slot in range. What no slot names may hold anything.
+
+    source_A and slots_MK say the same: the row of a pair (M: none), and the pairs of a row (A: none). GPUs go by the slots: a row
+    is read once then, and not from memory again for each of its pairs.
+    """
     if not is_gpu():
-        return rows_MH.at[index_A].get(mode="fill", fill_value=0)
-    return _take_rows(rows_MH, index_A)
+        return rows_MH.at[source_A].get(mode="fill", fill_value=0)
+    return _spread_rows(rows_MH, slots_MK, source_A.shape[0])
 
 
 class GatedGradient(NamedTuple):
@@ -66,24 +73,25 @@ def _gated(gate: jax.Array, up: jax.Array, d_hidden: jax.Array, activation: Acti
     return activated * up, d_gate, d_hidden * activated
 
 
-def _take_rows(rows_MH: jax.Array, index_A: jax.Array, interpret: bool = False) -> jax.Array:
-    (num_rows, width), num_taken = rows_MH.shape, index_A.shape[0]
+def _spread_rows(rows_MH: jax.Array, slots_MK: jax.Array, num_pairs: int, interpret: bool = False) -> jax.Array:
+    (num_rows, width), num_slots = rows_MH.shape, slots_MK.shape[1]
     chunk = min(CHUNK, pl.next_power_of_2(width))
 
-    def kernel(rows, index, out):
-        place = pl.program_id(0)
-        row = index[place]
-        in_range = (row >= 0) & (row < num_rows)
+    def kernel(rows, slots, out):
+        row = pl.program_id(0)
 
         @pl.loop(0, pl.cdiv(width, chunk))
         def _chunk(c):
             columns = pl.ds(c * chunk, chunk)
             inside = c * chunk + jnp.arange(chunk) < width
-            values = plt.load(rows.at[jnp.where(in_range, row, 0), columns], mask=inside & in_range, other=0)
-            plt.store(out.at[place, columns], values, mask=inside)
+            values = plt.load(rows.at[row, columns], mask=inside, other=0)
+            for k in range(num_slots):
+                slot = slots[row, k]
+                is_used = (slot >= 0) & (slot < num_pairs)
+                plt.store(out.at[jnp.where(is_used, slot, 0), columns], values, mask=inside & is_used)
 
-    result = shape_like((num_taken, width), rows_MH.dtype, rows_MH, index_A)
-    return _call(kernel, num_taken, [result], interpret, rows_MH, index_A)[0]
+    result = shape_like((num_pairs, width), rows_MH.dtype, rows_MH, slots_MK)
+    return _call(kernel, num_rows, [result], interpret, rows_MH, slots_MK)[0]
 
 
 def _gated_gradient(

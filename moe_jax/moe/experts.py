@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from moe_jax.kernels.grouped_matmul import grouped_matmul, input_gradient, weight_gradient
-from moe_jax.kernels.rows import gated_gradient, take_rows
+from moe_jax.kernels.rows import gated_gradient, spread_rows
 from moe_jax.layers.mlp import gated
 from moe_jax.moe.permute import inverse_permutation, sum_slots, take_or_zero
 
@@ -90,7 +90,8 @@ def cut_block(pairs: Pairs, start: jax.Array | int, num_pairs: int) -> Block:
 
 def pre_activations(rows_MH: Float[Array, "M H"], block: Block, weights: Weights) -> Float[Array, "A F"]:
     """Gate and up of every pair."""
-    return grouped_matmul(take_rows(rows_MH, block.source_A), weights.gate_up_EHF, block.group_sizes_E)
+    rows_AH = spread_rows(rows_MH, block.source_A, block.slots_MK)
+    return grouped_matmul(rows_AH, weights.gate_up_EHF, block.group_sizes_E)
 
 
 def experts_output(
@@ -114,10 +115,10 @@ def experts_gradient(
 
     The down product is not repeated: a weight's gradient is <dy W_down^T, hidden>, of which the first factor is needed anyway.
     """
-    dy_AH = take_rows(dy_MH, block.source_A)
+    dy_AH = spread_rows(dy_MH, block.source_A, block.slots_MK)
     d_hidden_AI = input_gradient(dy_AH, weights.down_EIH, block.group_sizes_E)
     d_gate_up_AF, scaled_AI, d_weight_A = gated_gradient(gate_up_AF, d_hidden_AI, block.weights_A, activation)
-    rows_AH = take_rows(rows_MH, block.source_A)
+    rows_AH = spread_rows(rows_MH, block.source_A, block.slots_MK)
     totals = (total.down_EIH, total.gate_up_EHF) if total else (None, None)
     d_down = weight_gradient(scaled_AI, dy_AH, block.group_sizes_E, totals[0], weights_dtype)
     d_gate_up = weight_gradient(rows_AH, d_gate_up_AF, block.group_sizes_E, totals[1], weights_dtype)
