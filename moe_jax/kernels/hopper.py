@@ -435,9 +435,10 @@ def _group_table(group_sizes_E: jax.Array) -> jax.Array:
     """int32 [E, 4], the largest group first: group, first row to load, its rows [low, high)."""
     sizes_E = group_sizes_E.astype(jnp.int32)
     index_E = jnp.arange(sizes_E.shape[0], dtype=jnp.int32)
-    before_EE = (sizes_E[:, None] > sizes_E) | ((sizes_E[:, None] == sizes_E) & (index_E[:, None] < index_E))
+    left, right = sizes_E[:, None], sizes_E[None, :]
+    before_EE = (left > right) | ((left == right) & (index_E[:, None] < index_E[None, :]))
     rank_E = jnp.sum(before_EE, axis=0, dtype=jnp.int32)
-    order_E = jnp.sum(jnp.where(rank_E == index_E[:, None], index_E, 0), axis=1, dtype=jnp.int32)
+    order_E = jnp.sum(jnp.where(rank_E[None, :] == index_E[:, None], index_E[None, :], 0), axis=1, dtype=jnp.int32)
     ends_E = jnp.cumsum(sizes_E)
     starts_E = ends_E - sizes_E
     firsts_E = starts_E // ROW_ALIGNMENT * ROW_ALIGNMENT

@@ -3,7 +3,6 @@
 M rows, K expert slots per row, E local experts, A (row, expert) pairs of a block, H hidden size, I expert width, F = 2 I.
 """
 
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -11,9 +10,11 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from moe_jax.kernels.grouped_matmul import grouped_matmul, input_gradient, weight_gradient
-from moe_jax.kernels.rows import gated_gradient, spread_rows
+from moe_jax.kernels.rows import Activation, gated_gradient, spread_rows
 from moe_jax.layers.mlp import gated
-from moe_jax.moe.permute import inverse_permutation, sum_slots, take_or_zero
+from moe_jax.moe.permute import sum_slots, take_or_zero
+
+COUNTED_PAIRS = 256  # pairs that are compared with one another
 
 
 class Weights(NamedTuple):
@@ -43,9 +44,9 @@ class Block(NamedTuple):
 
 
 class Pairs(NamedTuple):
-    """All N = M K expert slots of the received rows, sorted by expert, the unused ones last.
+    """All N = M K expert slots of the received rows, sorted by expert.
 
-    order_N: int32, the slots in order. position_N: int32, the place of a slot (N and more: unused). ends_E: int32, the place after
+    order_N: int32, the used slots in order. position_N: int32, the place of a slot (N: unused). ends_E: int32, the place after
     the last pair of each expert. weights_MK: float32, the combine weights.
     """
 
@@ -62,13 +63,28 @@ class Pairs(NamedTuple):
 def sort_pairs(
     expert_ids_MK: Int[Array, "M K"], weights_MK: Float[Array, "M K"], num_experts: int
 ) -> Pairs:  # fmt: skip
-    """The pairs of the rows with their experts. Id E means "no expert here"; a row names an expert at most once."""
+    """The pairs of the rows with their experts. Id E means "no expert here"; a row names an expert at most once.
+
+    By counting, a block of pairs at a time: a pair's place is the sum of the pairs of lower experts, of its expert's pairs in
+    earlier blocks, and of those before it in its block.
+    """
     flat_N = expert_ids_MK.reshape(-1)
-    order_N = jnp.argsort(flat_N, stable=True).astype(jnp.int32)
-    position_N = jnp.where(flat_N < num_experts, inverse_permutation(order_N), flat_N.shape[0])
+    num_pairs, num_blocks = flat_N.shape[0], -(-flat_N.shape[0] // COUNTED_PAIRS)
+    padding = num_blocks * COUNTED_PAIRS - num_pairs
+    ids_BC = jnp.pad(flat_N, (0, padding), constant_values=num_experts).reshape(num_blocks, COUNTED_PAIRS)
     expert_E = jnp.arange(num_experts, dtype=flat_N.dtype)
-    sizes_E = jnp.sum(flat_N[:, None] == expert_E[None, :], axis=0, dtype=jnp.int32)
-    return Pairs(order_N, position_N, jnp.cumsum(sizes_E), weights_MK)
+    counts_BE = jnp.sum(ids_BC[:, :, None] == expert_E[None, None, :], axis=1, dtype=jnp.int32)
+    ends_BE = jnp.cumsum(counts_BE, axis=0)
+    ends_E = jnp.cumsum(ends_BE[-1])
+    starts_BE = ends_BE - counts_BE + (ends_E - ends_BE[-1])[None, :]
+    index_C = jnp.arange(COUNTED_PAIRS)
+    is_before_BCC = (ids_BC[:, :, None] == ids_BC[:, None, :]) & (index_C[None, None, :] < index_C[None, :, None])
+    rank_BC = jnp.sum(is_before_BCC, axis=2, dtype=jnp.int32)
+    place_BC = jnp.take_along_axis(starts_BE, jnp.minimum(ids_BC, num_experts - 1), axis=1) + rank_BC
+    position_N = jnp.where(ids_BC < num_experts, place_BC, num_pairs).reshape(-1)[:num_pairs]
+    slot_N = jnp.arange(num_pairs, dtype=jnp.int32)
+    order_N = jnp.zeros_like(slot_N).at[position_N].set(slot_N, mode="drop")
+    return Pairs(order_N, position_N, ends_E, weights_MK)
 
 
 def cut_block(pairs: Pairs, start: jax.Array | int, num_pairs: int) -> Block:
@@ -88,25 +104,26 @@ def cut_block(pairs: Pairs, start: jax.Array | int, num_pairs: int) -> Block:
     )
 
 
-def pre_activations(rows_MH: Float[Array, "M H"], block: Block, weights: Weights) -> Float[Array, "A F"]:
-    """Gate and up of every pair."""
+def hidden_activations(
+    rows_MH: Float[Array, "M H"], block: Block, weights: Weights, activation: Activation
+) -> tuple[Float[Array, "A F"], Float[Array, "A I"]]:
+    """(gate and up, activation(gate) * up) of every pair."""
     rows_AH = spread_rows(rows_MH, block.source_A, block.slots_MK)
-    return grouped_matmul(rows_AH, weights.gate_up_EHF, block.group_sizes_E)
+    gate_up_AF = grouped_matmul(rows_AH, weights.gate_up_EHF, block.group_sizes_E)
+    return gate_up_AF, gated(gate_up_AF.reshape(gate_up_AF.shape[0], 2, -1), activation)
 
 
 def experts_output(
-    gate_up_AF: Float[Array, "A F"], weights_MK: Float[Array, "M K"], block: Block, weights: Weights,
-    activation: Callable[[jax.Array], jax.Array],
-) -> Float[Array, "M H"]:  # fmt: skip
+    hidden_AI: Float[Array, "A I"], weights_MK: Float[Array, "M K"], block: Block, weights: Weights
+) -> Float[Array, "M H"]:
     """sum_k weights[m, k] * expert[ids[m, k]](rows[m]) over the block's pairs, float32."""
-    hidden_AI = _gated(gate_up_AF, activation)
     out_AH = grouped_matmul(hidden_AI, weights.down_EIH, block.group_sizes_E)
     return sum_slots(out_AH, block.slots_MK, weights_MK)
 
 
 def experts_gradient(
     rows_MH: Float[Array, "M H"], gate_up_AF: Float[Array, "A F"], dy_MH: Float[Array, "M H"], block: Block,
-    weights: Weights, activation: Callable[[jax.Array], jax.Array], total: Weights | None = None,
+    weights: Weights, activation: Activation, total: Weights | None = None,
     weights_dtype: Any = jnp.float32,
 ) -> tuple[Float[Array, "M H"], Float[Array, "M K"], Weights]:  # fmt: skip
     """(d rows, d combine weights, d weights) of `experts_output`, float32: what is added up is rounded once, at the end.
@@ -125,7 +142,3 @@ def experts_gradient(
     d_rows_AH = input_gradient(d_gate_up_AF, weights.gate_up_EHF, block.group_sizes_E)
     d_weights = Weights(d_gate_up.reshape(weights.gate_up_EHGI.shape), d_down)
     return sum_slots(d_rows_AH, block.slots_MK), take_or_zero(d_weight_A, block.slots_MK), d_weights
-
-
-def _gated(gate_up_AF: jax.Array, activation: Callable[[jax.Array], jax.Array]) -> jax.Array:
-    return gated(gate_up_AF.reshape(gate_up_AF.shape[0], 2, -1), activation)

@@ -6,7 +6,6 @@ assigned rows of an input row; each is the inverse of the other. M in `source_A`
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 from jaxtyping import Array, Float, Int
 
 
@@ -44,8 +43,3 @@ def _expand_backward(slots_MK, d_AH):
 
 
 expand_rows.defvjp(_expand_forward, _expand_backward)
-
-
-def inverse_permutation(order_N: Int[Array, " N"]) -> Int[Array, " N"]:
-    """inverse[order[n]] = n."""
-    return jnp.zeros_like(order_N).at[order_N].set(lax.iota(order_N.dtype, order_N.shape[0]), unique_indices=True)

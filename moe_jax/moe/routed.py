@@ -29,7 +29,7 @@ from moe_jax.moe.experts import (
     cut_block,
     experts_gradient,
     experts_output,
-    pre_activations,
+    hidden_activations,
     sort_pairs,
 )
 from moe_jax.sharding import BATCH
@@ -185,15 +185,15 @@ class _Experts:
     def first_output(self, got: Received, pairs: Pairs) -> tuple[jax.Array, jax.Array]:
         """(weighted results float32 [M, H], pre-activations [A, F]) of the first block."""
         block = cut_block(pairs, 0, self.shape.first_pairs)
-        gate_up_AF = pre_activations(got.rows_MH, block, self.weights)
-        return experts_output(gate_up_AF, got.weights_MK, block, self.weights, self.activation), gate_up_AF
+        gate_up_AF, hidden_AI = hidden_activations(got.rows_MH, block, self.weights, self.activation)
+        return experts_output(hidden_AI, got.weights_MK, block, self.weights), gate_up_AF
 
     def further_output(self, got: Received, pairs: Pairs, start: int) -> tuple[jax.Array, jax.Array]:
         """(weighted results float32 [M, H] of the pairs from place `start` on, number of blocks)."""
 
         def step(block: Block, y_MH: jax.Array) -> jax.Array:
-            gate_up_AF = pre_activations(got.rows_MH, block, self.weights)
-            return y_MH + experts_output(gate_up_AF, got.weights_MK, block, self.weights, self.activation)
+            _, hidden_AI = hidden_activations(got.rows_MH, block, self.weights, self.activation)
+            return y_MH + experts_output(hidden_AI, got.weights_MK, block, self.weights)
 
         return self._run_blocks(pairs, start, step, zeros_like_type(got.rows_MH.shape, jnp.float32, got.rows_MH))
 
@@ -209,7 +209,7 @@ class _Experts:
         """The same of the pairs from place `start` on."""
 
         def step(block: Block, carry: tuple[RowsGradient, Weights]) -> tuple[RowsGradient, Weights]:
-            gate_up_AF = pre_activations(got.rows_MH, block, self.weights)
+            gate_up_AF, _ = hidden_activations(got.rows_MH, block, self.weights, self.activation)
             rows, total = self._gradient(got, dy_MH, block, gate_up_AF, carry[1])
             return jax.tree.map(jnp.add, carry[0], rows), total
 
