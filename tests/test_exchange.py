@@ -13,7 +13,7 @@ from meshes import MESHES, put_batch, start
 
 from moe_jax.config import MoEConfig
 from moe_jax.errors import ConfigError
-from moe_jax.moe import exchange, permute, routed
+from moe_jax.moe import exchange, routed
 from moe_jax.moe.exchange import (
     choose_exchange,
     exchange_shape,
@@ -194,18 +194,16 @@ def test_rows_that_hold_no_token_can_hold_anything(monkeypatch: pytest.MonkeyPat
     """NaN in every empty row of every buffer: no value or gradient changes."""
     from test_moe_layer import check
 
-    original, poisoned = permute.take_or_zero, []
+    poisoned = []
 
-    def poison(rows, index):
-        if not jnp.issubdtype(rows.dtype, jnp.floating) or rows.ndim < 2:
-            return original(rows, index)
-        poisoned.append(rows.shape)
-        return rows.at[index].get(mode="fill", fill_value=jnp.nan)
+    def poison(rows_MH, source_A, slots_MK):
+        poisoned.append(rows_MH.shape)
+        return rows_MH.at[source_A].get(mode="fill", fill_value=jnp.nan)
 
     from moe_jax.moe import experts
 
     # Where rows enter a buffer; the sums over a token's slots keep their zeros, which are terms of a sum.
-    monkeypatch.setattr(experts, "take_or_zero", poison)
+    monkeypatch.setattr(experts, "spread_rows", poison)
     monkeypatch.setattr(routed, "send", _poisoned_send)
     check("EP4xFSDP2", "zipf", patterns=("one expert",), moe_buffer_factor=1.0)
     assert poisoned

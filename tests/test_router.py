@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from reference import top_k_ids
+from reference import relative_norm, top_k_ids
 
 from moe_jax.moe.router import router_logits, select_experts, softmax_routing, take_experts
 
@@ -32,6 +32,10 @@ def test_extreme_logits_keep_their_order_and_give_finite_weights(logits):
         assert np.all(np.isfinite(weights))
     assert np.allclose(jnp.sum(softmax_routing(logits, ids, jnp.ones(3, bool), norm_topk_prob=True).weights_TK, 1), 1,
                        atol=WEIGHT_SUM)  # fmt: skip
+
+
+PARTS = 1e-6  # float32 sums of 192 products
+BF16 = 3e-3  # one rounding to bfloat16
 
 
 def test_equal_logits_choose_the_lowest_ids_with_the_familys_weights():
@@ -85,3 +89,18 @@ def test_router_product_is_float32_for_bf16_tokens():
     exact = np.asarray(x, np.float64) @ np.asarray(w, np.float64)
     assert logits.dtype == jnp.float32
     np.testing.assert_allclose(logits, exact, rtol=1e-5, atol=1e-5)
+
+
+def test_product_with_bf16_hidden_states_is_a_float32_product():
+    """By way of bfloat16 parts; against float64, and its gradients. Weights of very different sizes."""
+    rng = np.random.default_rng(5)
+    x = jnp.asarray(rng.normal(size=(257, 192)), jnp.bfloat16)
+    w = (rng.normal(size=(192, 6)) * 10.0 ** rng.integers(-4, 3, (192, 1))).astype(np.float32)
+    d = rng.normal(size=(257, 6)).astype(np.float32)
+    logits, pull = jax.vjp(router_logits, x, jnp.asarray(w))
+    dx, dw = pull(jnp.asarray(d))
+    exact = np.asarray(x, np.float64) @ w.astype(np.float64)
+    assert relative_norm(logits, exact) < PARTS
+    assert relative_norm(dw, np.asarray(x, np.float64).T @ d) < PARTS
+    assert dx.dtype == jnp.bfloat16
+    assert relative_norm(dx.astype(jnp.float32), d.astype(np.float64) @ w.T.astype(np.float64)) < BF16

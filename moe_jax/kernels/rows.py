@@ -5,7 +5,6 @@ A pairs, M rows, K slots of a row, H hidden size, I expert width. `spread_rows` 
 """
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -96,7 +95,7 @@ def _spread_rows(rows_MH: jax.Array, slots_MK: jax.Array, num_pairs: int, interp
 
 def _gated_gradient(
     gate_up_AF: jax.Array, d_hidden_AI: jax.Array, weights_A: jax.Array, activation: Activation, interpret: bool = False
-) -> list[jax.Array]:
+) -> tuple[jax.Array, ...]:
     num_pairs, width = d_hidden_AI.shape
     chunk = min(CHUNK, pl.next_power_of_2(width))
     num_chunks = pl.cdiv(width, chunk)
@@ -133,10 +132,9 @@ def _gated_gradient(
 
 def _call(
     kernel: Any, size: int, results: list[Any], interpret: bool, *arguments: jax.Array, aliases: Any = None
-) -> Any:
+) -> tuple[jax.Array, ...]:
     """One program for each of `size` rows."""
-    call = partial(
-        pl.pallas_call,
+    call = pl.pallas_call(
         kernel,
         out_shape=results,
         grid=(size,),
@@ -144,4 +142,4 @@ def _call(
         compiler_params=plt.CompilerParams(num_warps=WARPS),
         interpret=interpret,
     )
-    return call()(*arguments)
+    return tuple(call(*arguments))

@@ -1,0 +1,76 @@
+"""Passes over rows: the GPU kernels, interpreted, and the portable ones against plain NumPy; the places of pairs."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from reference import relative_norm
+
+from moe_jax.kernels import rows
+from moe_jax.layers.mlp import ACTIVATION_FUNCTIONS
+from moe_jax.moe.experts import cut_block, sort_pairs
+
+EXACT = 1e-6  # float32 sums of some hundred products, in another order
+ROUNDED = 4e-3  # one rounding to bfloat16
+
+
+@pytest.mark.parametrize("width", [200, 2048, 4100])
+def test_rows_are_spread_to_their_slots(width):
+    """10 rows with 3 slots each of 24 places; six slots are none."""
+    rng = np.random.default_rng(0)
+    slots_MK = np.minimum(rng.permutation(30), 24).reshape(10, 3).astype(np.int32)
+    values = rng.normal(size=(10, width)).astype(np.float32)
+    source_A = np.full(24, 10, np.int32)
+    for row, slots in enumerate(slots_MK):
+        source_A[slots[slots < 24]] = row
+    arguments = jnp.asarray(values), jnp.asarray(source_A), jnp.asarray(slots_MK)
+    np.testing.assert_array_equal(rows.spread_rows(*arguments), values[source_A])
+    np.testing.assert_array_equal(rows._spread_rows(arguments[0], arguments[2], 24, interpret=True), values[source_A])
+
+
+@pytest.mark.parametrize("activation", sorted(ACTIVATION_FUNCTIONS))
+@pytest.mark.parametrize(("width", "dtype", "limit"), [(300, jnp.float32, EXACT), (2304, jnp.bfloat16, ROUNDED)])
+def test_gradient_of_the_gated_activation(activation, width, dtype, limit):
+    """Against jax.vjp of weight * activation(gate) * up, float32; one row weighs nothing."""
+    rng = np.random.default_rng(1)
+    gate_up, d_hidden = (jnp.asarray(rng.normal(size=(7, n)), dtype) for n in (2 * width, width))
+    weights = jnp.asarray(rng.random(7), jnp.float32).at[3].set(0.0)
+    function = ACTIVATION_FUNCTIONS[activation]
+
+    def weighted(gate_up, weights):
+        gate, up = jnp.split(gate_up, 2, axis=1)
+        return weights[:, None] * function(gate) * up
+
+    scaled, pull = jax.vjp(weighted, gate_up.astype(jnp.float32), weights)
+    expected = pull(d_hidden.astype(jnp.float32))
+    interpreted = rows._gated_gradient(gate_up, d_hidden, weights, function, interpret=True)
+    for found in (rows.gated_gradient(gate_up, d_hidden, weights, function), rows.GatedGradient(*interpreted)):
+        assert found.d_gate_up_AF.dtype == found.scaled_AI.dtype == dtype
+        assert relative_norm(found.d_gate_up_AF.astype(jnp.float32), expected[0]) < limit
+        assert relative_norm(found.scaled_AI.astype(jnp.float32), scaled) < limit
+        assert relative_norm(found.d_weights_A, expected[1]) < EXACT
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.integers(1, 700), st.integers(1, 8), st.integers(1, 40), st.integers(0, 2**32 - 1))
+def test_pairs_lie_by_expert_in_the_order_of_the_rows(num_rows, num_slots, num_experts, seed):
+    """As a stable sort by expert places them."""
+    rng = np.random.default_rng(seed)
+    choices = np.argsort(rng.random((num_rows, num_experts + num_slots)), axis=1)[:, :num_slots]
+    ids_MK = np.minimum(choices, num_experts).astype(np.int32)
+    weights_MK = rng.random(ids_MK.shape).astype(np.float32)
+    pairs = sort_pairs(jnp.asarray(ids_MK), jnp.asarray(weights_MK), num_experts)
+    ids_N = ids_MK.reshape(-1)
+    order_N = np.argsort(ids_N, kind="stable")
+    num_used = int((ids_N < num_experts).sum())
+    position_N = np.full(ids_N.size, ids_N.size)
+    position_N[order_N[:num_used]] = np.arange(num_used)
+    assert int(pairs.num_pairs) == num_used
+    np.testing.assert_array_equal(pairs.order_N[:num_used], order_N[:num_used])
+    np.testing.assert_array_equal(pairs.position_N, position_N)
+    np.testing.assert_array_equal(pairs.ends_E, np.cumsum(np.bincount(ids_N, minlength=num_experts + 1)[:-1]))
+    block = cut_block(pairs, 0, ids_N.size)
+    np.testing.assert_array_equal(block.weights_A[:num_used], weights_MK.reshape(-1)[order_N[:num_used]])
+    np.testing.assert_array_equal(block.source_A[num_used:], num_rows)
