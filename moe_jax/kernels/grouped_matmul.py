@@ -42,18 +42,19 @@ def weight_gradient(
 ) -> Float[Array, "E D F"]:
     """x[rows of e]^T dy[rows of e]: the product's gradient with respect to w, summed in float32. Rows of no group take no part.
 
-    total_EDF: float32, what to add it to, in place. out_dtype: what the result is rounded to where there is no total.
+    total_EDF: float32, what to add it to. out_dtype: what the result is rounded to where there is no total.
     """
     (num_rows, inner), out = x_MD.shape, dy_MF.shape[1]
     choice = choose(Shape("weight_gradient", x_MD.dtype, num_rows, group_sizes_E.shape[0], inner, out))
     if choice.tiles is None:
         dw_EDF = portable.weight_gradient(x_MD, dy_MF, group_sizes_E, total_EDF)
         return dw_EDF if total_EDF is not None else dw_EDF.astype(out_dtype)
-    x_MD, dy_MF = _pad_rows(x_MD), _pad_rows(dy_MF)
     dw_EDF = hopper.weight_gradient(
-        x_MD, dy_MF, group_sizes_E, out_dtype=out_dtype, tiles=choice.tiles, total_EDF=total_EDF
-    )
-    return vary_like(dw_EDF, x_MD, dy_MF, group_sizes_E)
+        _pad_rows(x_MD), _pad_rows(dy_MF), group_sizes_E,
+        out_dtype=out_dtype if total_EDF is None else jnp.float32, tiles=choice.tiles,
+    )  # fmt: skip
+    dw_EDF = vary_like(dw_EDF, x_MD, dy_MF, group_sizes_E)
+    return dw_EDF if total_EDF is None else total_EDF + dw_EDF
 
 
 def _forward(x_MD, w_EDF, group_sizes_E):

@@ -133,10 +133,9 @@ def weight_gradient(
     *,
     out_dtype: Any,
     tiles: Tiles,
-    total_EDF: jax.Array | None = None,
     interpret: Any = None,
 ) -> jax.Array:
-    """x[rows of e]^T dy[rows of e] [E, D, F], added to float32 `total_EDF` in place where that is given.
+    """x[rows of e]^T dy[rows of e] [E, D, F] in `out_dtype`.
 
     Rows of no group take no part, whatever they hold. M must be a multiple of 8, D and F of 64; 16-bit floating point.
     """
@@ -144,7 +143,7 @@ def weight_gradient(
     block_rows, block_columns = tiles.block
     row_tiles, column_tiles = _ceil_div(num_out, block_rows), _ceil_div(num_columns, block_columns * tiles.cluster)
     group_tiles = row_tiles * column_tiles
-    out_dtype = jnp.dtype(out_dtype if total_EDF is None else jnp.float32)
+    out_dtype = jnp.dtype(out_dtype)
     store_columns = LINE_BYTES // out_dtype.itemsize
 
     def body(table, x, dy, out, x_tiles, dy_tiles, stored, loaded, freed, masked):
@@ -193,18 +192,13 @@ def weight_gradient(
         def store(tile, number, part, r, c):
             row, column = (a + b for a, b in zip((tile.row, tile.column), tiles.part(where.warpgroup), strict=True))
             target = out.at[tile.group, pl.ds(row + r, STORE_ROWS), pl.ds(column + c, store_columns)]
-            if total_EDF is not None and interpret:
-                target[...] += part
-            else:
-                add = {} if total_EDF is None else {"reduction_op": "add"}
-                _store_through(stored.at[where.warpgroup, number % 2], part, target, **add)
+            _store_through(stored.at[where.warpgroup, number % 2], part, target)
 
         _run(tiles, where, num_tiles, tile_at, load, multiply, store, store_columns, out_dtype, loaded, freed)
 
-    out_type = jax.ShapeDtypeStruct((num_groups, num_out, num_columns), out_dtype)
     kernel = plgpu.kernel(
         body,
-        out_type=out_type if total_EDF is None else (),
+        out_type=jax.ShapeDtypeStruct((num_groups, num_out, num_columns), out_dtype),
         scratch_types=dict(
             x_tiles=_shared((tiles.stages, TILE_K, block_rows), x_MD.dtype),
             dy_tiles=_shared((tiles.stages, TILE_K, block_columns), dy_MF.dtype),
@@ -215,12 +209,7 @@ def weight_gradient(
         **_launch(tiles),
         interpret=interpret,
     )
-    table_E4 = _group_table(group_sizes_E)
-    if total_EDF is None:
-        return kernel(table_E4, x_MD, dy_MF)
-    total = jax.new_ref(total_EDF)
-    kernel(table_E4, x_MD, dy_MF, total)
-    return jax.freeze(total)
+    return kernel(_group_table(group_sizes_E), x_MD, dy_MF)
 
 
 # ---- the loop that all legs share ----
@@ -342,12 +331,12 @@ def _load_shared_rows(tiles: Tiles, source: Any, target: Any, barrier: Any) -> N
     plgpu.copy_gmem_to_smem(source, target, barrier, collective_axes="block" if tiles.cluster > 1 else None)
 
 
-def _store_through(buffer: Any, part: Any, target: Any, **options: Any) -> None:
+def _store_through(buffer: Any, part: Any, target: Any) -> None:
     """`part` to global memory by the copy engine, by way of one of two buffers."""
     plgpu.wait_smem_to_gmem(1, wait_read_only=True)
     buffer[...] = part
     plgpu.commit_smem()
-    plgpu.copy_smem_to_gmem(buffer, target, **options)
+    plgpu.copy_smem_to_gmem(buffer, target)
 
 
 def _store_rows(target: Any, part: Any, row: jax.Array, low: jax.Array, high: jax.Array, interpret: Any) -> None:
