@@ -1,8 +1,18 @@
-"""The three legs of a grouped product for any device: a loop over the visits of row tiles to matrices.
+"""The three legs of a grouped product for any device: loops over tiles of rows, each times the matrix of its group.
 
-The loop walks a list of visits, one for each (row tile, group) pair that share rows, so at most M / tile + E products of a tile
-with a matrix: nothing of E times the work, as `lax.ragged_dot` does on CPU, and no padded copy.
+A group is cut into full tiles from its first row on, and one smaller tile for the rest, of the least of a few sizes that holds it.
+That makes at most M / tile + E products of a tile with a matrix, in which few rows are wasted: nothing of E times the work, as
+`lax.ragged_dot` does on CPU, and no padded copy.
+
+A product has a static shape, so each size of tile is a loop of its own, over the groups that have one. (As branches of one loop,
+XLA would copy the whole result in every iteration.) A rest so near the last row that its tile would reach beyond is computed by a
+tile that is moved back.
+
+M rows, D and F inner and outer width, E groups, V visits: (tile, group) pairs.
 """
+
+from collections.abc import Callable
+from typing import NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -10,82 +20,153 @@ from jax import lax
 
 from moe_jax.collectives import vary_like, zeros_like_type
 
-MAX_TILE = 512
+MAX_TILE = 256
 MIN_TILE = 16
+# The full tile in _tile_size: so a group of about the mean size is one visit, and its matrix is read once.
+FULL_TILES = 2
+# The rest of a group is rounded up to whole parts of a full tile.
+TILE_PARTS, MIN_PART = 8, 8
+
+Carry = TypeVar("Carry")
+
+
+class Visits(NamedTuple):
+    """The visits, those of one size of tile side by side.
+
+    groups_V, starts_V, ends_V: the group, the first row of the tile, and the row after the group's last one.
+    count: how many there are. bounds: the first visit of each size of tile and the one after its last.
+    """
+
+    groups_V: jax.Array
+    starts_V: jax.Array
+    ends_V: jax.Array
+    count: jax.Array
+    bounds: list[tuple[jax.Array, jax.Array]]
+
+
+class Tile(NamedTuple):
+    """`size` rows from `load` on, of which the visit owns [start, end), the leading `num_owned` of the tile for certain."""
+
+    size: int
+    num_owned: int
+    load: jax.Array
+    start: jax.Array
+    end: jax.Array
+    group: jax.Array
+
+    def rows_of(self, x_MD: jax.Array, first: int = 0) -> jax.Array:
+        """The tile's rows, without the leading `first`."""
+        return lax.dynamic_slice_in_dim(x_MD, self.load + first, self.size - first)
+
+    def owned_of(self, x_MD: jax.Array) -> jax.Array:
+        """The tile's rows, zeros in place of those that are not owned: they may hold NaN, and 0 * NaN is NaN."""
+        rows = self.rows_of(x_MD)
+        return rows if self.num_owned == self.size else jnp.where(self._is_owned(0), rows, 0)
+
+    def write(self, product: jax.Array, out_MF: jax.Array) -> jax.Array:
+        """`out_MF` with the owned rows of the product."""
+        sure, rest = product[: self.num_owned], product[self.num_owned :]
+        if len(sure):
+            out_MF = lax.dynamic_update_slice_in_dim(out_MF, sure, self.load, 0)
+        if len(rest):
+            rest = jnp.where(self._is_owned(self.num_owned), rest, self.rows_of(out_MF, self.num_owned))
+            out_MF = lax.dynamic_update_slice_in_dim(out_MF, rest, self.load + self.num_owned, 0)
+        return out_MF
+
+    def _is_owned(self, first: int) -> jax.Array:
+        rows = self.load + jnp.arange(first, self.size, dtype=self.load.dtype)
+        return ((rows >= self.start) & (rows < self.end))[:, None]
 
 
 def _tile_size(num_rows: int, num_groups: int) -> int:
-    """A power of two near half of the mean group, so that few rows of a tile belong to another group."""
-    half_group = max(num_rows // (2 * num_groups), 1)
-    return min(num_rows, MAX_TILE, max(MIN_TILE, 1 << (half_group.bit_length() - 1)))
+    """The power of two from the mean group on."""
+    mean_group = -(-num_rows // num_groups)
+    return min(num_rows, MAX_TILE, max(MIN_TILE, 1 << (mean_group - 1).bit_length()))
 
 
-def _visits(group_sizes_E: jax.Array, num_rows: int, tile: int) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
-    """(groups_V, tiles_V, bounds, count): visit v multiplies row tile `tiles[v]` by the matrix of group `groups[v]`.
+def _part_size(tile: int) -> int:
+    return min(tile, max(_ceil_div(tile, TILE_PARTS), MIN_PART))
 
-    Only the first `count` of the V = ceil(M / tile) + E entries are visits. `bounds` [E + 1] are the groups' first rows.
+
+def _visits(group_sizes_E: jax.Array, num_rows: int, tile: int) -> Visits:
+    """V = M / tile + E entries: the full tiles; then the groups by the number of parts of their rest, those moved back last.
+
+    Moved back are a tile of one part for a rest of one part, and else a full tile: only the first of them can have more.
     """
-    num_groups = group_sizes_E.shape[0]
+    num_groups, num_full, part = group_sizes_E.shape[0], num_rows // tile, _part_size(tile)
     ends_E = jnp.cumsum(group_sizes_E)
-    starts_E = ends_E - group_sizes_E
-    first_E = starts_E // tile
-    visits_E = jnp.where(group_sizes_E > 0, (ends_E - 1) // tile - first_E + 1, 0)
-    visit_ends_E = jnp.cumsum(visits_E)
-    index_V = jnp.arange(_ceil_div(num_rows, tile) + num_groups, dtype=group_sizes_E.dtype)
-    groups_V = jnp.minimum(jnp.searchsorted(visit_ends_E, index_V, side="right"), num_groups - 1)
-    tiles_V = first_E[groups_V] + index_V - (visit_ends_E - visits_E)[groups_V]
-    return groups_V, tiles_V, jnp.concatenate([jnp.zeros_like(ends_E[:1]), ends_E]), visit_ends_E[-1]
+    full_E = group_sizes_E // tile
+    full_ends_E = jnp.cumsum(full_E)
+    index_V = jnp.arange(num_full, dtype=group_sizes_E.dtype)
+    groups_V = jnp.minimum(jnp.searchsorted(full_ends_E, index_V, side="right"), num_groups - 1)
+    starts_V = (ends_E - group_sizes_E)[groups_V] + (index_V - (full_ends_E - full_E)[groups_V]) * tile
+    rest_starts_E = ends_E - group_sizes_E % tile
+    parts_E = _ceil_div(group_sizes_E % tile, part)
+    most_parts = _ceil_div(tile, part)
+    moved_back = (parts_E > 0) & (rest_starts_E + jnp.minimum(parts_E * part, tile) > num_rows)
+    kind_E = jnp.where(moved_back, most_parts + jnp.minimum(parts_E, 2), parts_E)
+    order_E = jnp.argsort(kind_E)
+    kinds = jnp.arange(most_parts + 3, dtype=kind_E.dtype)
+    bounds = num_full + jnp.sum(kind_E[None, :] <= kinds[:, None], axis=1, dtype=group_sizes_E.dtype)
+    groups_V = jnp.concatenate([groups_V.astype(order_E.dtype), order_E])
+    return Visits(
+        groups_V, jnp.concatenate([starts_V, rest_starts_E[order_E]]), ends_E[groups_V],
+        full_ends_E[-1] + bounds[-1] - bounds[0],
+        [(jnp.zeros_like(bounds[0]), full_ends_E[-1]), *((bounds[k], bounds[k + 1]) for k in range(most_parts + 2))],
+    )  # fmt: skip
 
 
-def _ceil_div(a: int, b: int) -> int:
+def _ceil_div(a, b: int):
     """a / b, rounded up."""
     return -(-a // b)
 
 
-def _tile_rows(tile_index, group, bounds, num_rows: int, tile: int) -> tuple[jax.Array, jax.Array]:
-    """(first row to load, mask [tile, 1] of the rows that this visit owns); the last tile is moved back to stay inside."""
-    start = tile_index * tile
-    load = jnp.minimum(start, num_rows - tile)
-    rows = load + jnp.arange(tile, dtype=load.dtype)
-    owned = (rows >= jnp.maximum(start, bounds[group])) & (rows < bounds[group + 1])
-    return load, owned[:, None]
+def _for_each_tile(
+    group_sizes_E: jax.Array, num_rows: int, visit: Callable[[Tile, Carry], Carry], carry: Carry
+) -> Carry:
+    """`carry` after `visit(tile, carry)` for all tiles."""
+    tile = min(num_rows, FULL_TILES * _tile_size(num_rows, group_sizes_E.shape[0]))
+    part = _part_size(tile)
+    visits = _visits(group_sizes_E, num_rows, tile)
+    # Of a rest only the last part is in doubt.
+    sizes = [(tile, tile), *((min(n, tile), n - part) for n in range(part, tile + part, part)), (part, 0), (tile, 0)]
+    for (size, num_owned), (first, last) in zip(sizes, visits.bounds, strict=True):
+
+        def body(v: jax.Array, carry: Carry, size: int = size, num_owned: int = num_owned) -> Carry:
+            start = visits.starts_V[v]
+            load = start if num_owned else jnp.minimum(start, num_rows - size)
+            return visit(Tile(size, num_owned, load, start, visits.ends_V[v], visits.groups_V[v]), carry)
+
+        carry = lax.fori_loop(vary_like(first, last), last, body, carry)
+    return carry
 
 
 def rows_times_matrix(x_MD: jax.Array, w_EDF: jax.Array, group_sizes_E: jax.Array, *, transpose: bool) -> jax.Array:
-    num_rows, num_out = x_MD.shape[0], w_EDF.shape[1 if transpose else 2]
-    tile = _tile_size(num_rows, w_EDF.shape[0])
-    groups_V, tiles_V, bounds, count = _visits(group_sizes_E, num_rows, tile)
+    """Row m of group e times w[e] or its transpose, in the dtype of x, accumulated in float32; zero past the last group."""
     contract = (((1,), (1 if transpose else 0,)), ((), ()))
 
-    def visit(v, out):
-        load, owned = _tile_rows(tiles_V[v], groups_V[v], bounds, num_rows, tile)
-        rows = lax.dynamic_slice_in_dim(x_MD, load, tile)
-        matrix = lax.dynamic_index_in_dim(w_EDF, groups_V[v], keepdims=False)
-        product = lax.dot_general(rows, matrix, contract, preferred_element_type=jnp.float32).astype(out.dtype)
-        kept = jnp.where(owned, product, lax.dynamic_slice_in_dim(out, load, tile))
-        return lax.dynamic_update_slice_in_dim(out, kept, load, 0)
+    def visit(tile: Tile, out_MF: jax.Array) -> jax.Array:
+        matrix = lax.dynamic_index_in_dim(w_EDF, tile.group, keepdims=False)
+        product = lax.dot_general(tile.rows_of(x_MD), matrix, contract, preferred_element_type=jnp.float32)
+        return tile.write(product.astype(out_MF.dtype), out_MF)
 
-    out = zeros_like_type((num_rows, num_out), x_MD.dtype, x_MD, w_EDF, group_sizes_E)
-    return lax.fori_loop(vary_like(jnp.zeros((), count.dtype), count), count, visit, out)
+    shape = (x_MD.shape[0], w_EDF.shape[1 if transpose else 2])
+    out_MF = zeros_like_type(shape, x_MD.dtype, x_MD, w_EDF, group_sizes_E)
+    return _for_each_tile(group_sizes_E, x_MD.shape[0], visit, out_MF)
 
 
 def weight_gradient(
     x_MD: jax.Array, dy_MF: jax.Array, group_sizes_E: jax.Array, total_EDF: jax.Array | None
 ) -> jax.Array:
-    num_rows, num_groups = x_MD.shape[0], group_sizes_E.shape[0]
-    tile = _tile_size(num_rows, num_groups)
-    groups_V, tiles_V, bounds, count = _visits(group_sizes_E, num_rows, tile)
+    """x[rows of e]^T dy[rows of e], float32, added to `total_EDF` in place; rows of no group take no part."""
 
-    def visit(v, dw_EDF):
-        load, owned = _tile_rows(tiles_V[v], groups_V[v], bounds, num_rows, tile)
-        # Both sides are masked: a row of another group may hold NaN, and 0 * NaN is NaN.
-        x = jnp.where(owned, lax.dynamic_slice_in_dim(x_MD, load, tile), 0)
-        dy = jnp.where(owned, lax.dynamic_slice_in_dim(dy_MF, load, tile), 0)
+    def visit(tile: Tile, dw_EDF: jax.Array) -> jax.Array:
+        x, dy = tile.owned_of(x_MD), tile.owned_of(dy_MF)
         product = lax.dot_general(x, dy, (((0,), (0,)), ((), ())), preferred_element_type=jnp.float32)
-        old = lax.dynamic_index_in_dim(dw_EDF, groups_V[v], keepdims=False)
-        return lax.dynamic_update_index_in_dim(dw_EDF, old + product, groups_V[v], 0)
+        old = lax.dynamic_index_in_dim(dw_EDF, tile.group, keepdims=False)
+        return lax.dynamic_update_index_in_dim(dw_EDF, old + product, tile.group, 0)
 
     if total_EDF is None:
-        shape = (num_groups, x_MD.shape[1], dy_MF.shape[1])
+        shape = (group_sizes_E.shape[0], x_MD.shape[1], dy_MF.shape[1])
         total_EDF = zeros_like_type(shape, jnp.float32, x_MD, dy_MF, group_sizes_E)
-    return lax.fori_loop(vary_like(jnp.zeros((), count.dtype), count), count, visit, total_EDF)
+    return _for_each_tile(group_sizes_E, x_MD.shape[0], visit, total_EDF)
