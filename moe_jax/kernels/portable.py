@@ -25,7 +25,7 @@ MIN_TILE = 16
 # The full tile in _tile_size: so a group of about the mean size is one visit, and its matrix is read once.
 FULL_TILES = 2
 # The rest of a group is rounded up to whole parts of a full tile.
-TILE_PARTS, MIN_PART = 8, 8
+TILE_PARTS, MIN_PART = 8, 16
 
 Carry = TypeVar("Carry")
 
