@@ -87,10 +87,13 @@ def rows_times_matrix(
         def multiply(tile, k, slot, sums):
             row, column = tiles.part(where.warpgroup)
             x_tile, columns = x_tiles.at[slot, pl.ds(row, tiles.rows)], pl.ds(column, tiles.columns)
-            if transpose:
-                plgpu.wgmma(sums, x_tile, plgpu.transpose_ref(w_tiles.at[slot, columns], (1, 0)))
-            else:
-                plgpu.wgmma(sums, x_tile, w_tiles.at[slot, :, columns])
+
+            @pl.when(tile.row + row < tile.high)  # or the group ends before this consumer's rows
+            def _multiply():
+                if transpose:
+                    plgpu.wgmma(sums, x_tile, plgpu.transpose_ref(w_tiles.at[slot, columns], (1, 0)))
+                else:
+                    plgpu.wgmma(sums, x_tile, w_tiles.at[slot, :, columns])
 
         def store(tile, number, part, r, c):
             row, column = (a + b for a, b in zip((tile.row, tile.column), tiles.part(where.warpgroup), strict=True))
