@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 
 from moe_jax.errors import ConfigError
-from moe_jax.kernels.hopper import TILE_K, Tiles
+from moe_jax.kernels.tiles import TILE_K, Tiles
 
 LOG = logging.getLogger(__name__)
 LEGS = ("forward", "input_gradient", "weight_gradient")
@@ -50,13 +50,19 @@ class Choice(NamedTuple):
 
 
 def choose(shape: Shape) -> Choice:
-    """What the leg runs as on the device that is compiled for."""
-    device = device_kind()
+    """What the leg runs as on the device that is compiled for; warns once where a Hopper GPU gets no Hopper kernel."""
+    choice = choice_for(shape, device_kind())
+    if choice.reason is not None:
+        _warn_once(f"grouped_matmul: the {shape.leg} leg does not use the Hopper kernel: {choice.reason}")
+    return choice
+
+
+def choice_for(shape: Shape, device: str) -> Choice:
+    """What the leg runs as on a kind of device."""
     if not is_hopper(device):
         return Choice("portable", None, None)
     reason = hopper_obstacle(shape)
     if reason is not None:
-        _warn_once(f"grouped_matmul: the {shape.leg} leg does not use the Hopper kernel: {reason}")
         return Choice("portable", None, reason)
     return Choice("mosaic_gpu", tuned_tiles(shape, device) or default_tiles(shape), None)
 
@@ -83,7 +89,7 @@ def default_tiles(shape: Shape) -> Tiles:
 def tuned_tiles(shape: Shape, device: str) -> Tiles | None:
     """The entry of the tables for this device and shape class."""
     key = table_key(shape, device)
-    for table in _tables(os.environ.get(TILES_VARIABLE)):
+    for table in _tables(os.environ.get(TILES_VARIABLE) or None):
         if key in table:
             return Tiles(**table[key])
     return None
@@ -127,7 +133,7 @@ def read_table(path: Path) -> dict[str, dict[str, Any]]:
             Tiles(**entry)
     except (OSError, ValueError, TypeError, AttributeError) as error:
         raise ConfigError(
-            f"{TILES_VARIABLE}={path} must name a table of tiles as `moe-jax tune` writes it: {error}"
+            f"{str(path)!r} ({TILES_VARIABLE}, or --out) must be a table of tiles as `moe-jax tune` writes it: {error}"
         ) from None
     return table
 

@@ -14,8 +14,9 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from moe_jax.collectives import vary_like
-from moe_jax.kernels import hopper, portable
+from moe_jax.kernels import portable
 from moe_jax.kernels.choice import Shape, choose
+from moe_jax.kernels.tiles import ROW_ALIGNMENT
 
 
 @jax.custom_vjp
@@ -49,6 +50,8 @@ def weight_gradient(
     if choice.tiles is None:
         dw_EDF = portable.weight_gradient(x_MD, dy_MF, group_sizes_E, total_EDF)
         return dw_EDF if total_EDF is not None else dw_EDF.astype(out_dtype)
+    from moe_jax.kernels import hopper  # here: a jaxlib without CUDA need not have what it imports
+
     dw_EDF = hopper.weight_gradient(
         _pad_rows(x_MD), _pad_rows(dy_MF), group_sizes_E,
         out_dtype=out_dtype if total_EDF is None else jnp.float32, tiles=choice.tiles,
@@ -77,11 +80,13 @@ def _rows_times_matrix(leg: str, x: jax.Array, w_EDF: jax.Array, group_sizes_E: 
     choice = choose(Shape(leg, x.dtype, num_rows, *w_EDF.shape))
     if choice.tiles is None:
         return portable.rows_times_matrix(x, w_EDF, group_sizes_E, transpose=transpose)
+    from moe_jax.kernels import hopper
+
     y = hopper.rows_times_matrix(_pad_rows(x), w_EDF, group_sizes_E, transpose=transpose, tiles=choice.tiles)
     return vary_like(y[:num_rows], x, w_EDF, group_sizes_E)
 
 
 def _pad_rows(x: jax.Array) -> jax.Array:
     """x with as many rows more as the Hopper kernels' addressing needs."""
-    missing = -x.shape[0] % hopper.ROW_ALIGNMENT
+    missing = -x.shape[0] % ROW_ALIGNMENT
     return jnp.pad(x, ((0, missing), (0, 0))) if missing else x

@@ -8,7 +8,6 @@ can address, and where a tile holds rows of another group only its own are store
 M rows, D and F widths, E groups; K is summed over; T tiles of rows.
 """
 
-import dataclasses
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -21,36 +20,11 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.extend.mlir import ir
 from jax.extend.mlir.dialects import arith, vector
 
-ROW_ALIGNMENT = 8  # rows that a swizzled tile of shared memory is made of
-TILE_K = 64  # 128 bytes of 16-bit numbers, the widest swizzle
+from moe_jax.kernels.tiles import CONSUMERS, ROW_ALIGNMENT, TILE_K, Tiles
+
 LINE_BYTES = 128
 STORE_ROWS = 64
-CONSUMERS = 2
 PRODUCER_REGISTERS, CONSUMER_REGISTERS = 40, 232  # per thread, of 65,536 in all
-
-
-@dataclasses.dataclass(frozen=True)
-class Tiles:
-    """How a leg is cut up. rows, columns: one consumer's tile; the second consumer's lies below it, or beside it with
-    `side_by_side`. stages: tiles of K in flight. cluster: blocks side by side (1 or 2) that load their rows together.
-    width: tiles of columns before the next tile of rows, so that what the blocks read at a time stays in the L2 cache.
-    """
-
-    rows: int = 64
-    columns: int = 256
-    stages: int = 4
-    cluster: int = 1
-    width: int = 8
-    side_by_side: bool = False
-
-    @property
-    def block(self) -> tuple[int, int]:
-        """Rows and columns of a block."""
-        return (self.rows, CONSUMERS * self.columns) if self.side_by_side else (CONSUMERS * self.rows, self.columns)
-
-    def part(self, consumer: jax.Array) -> tuple[jax.Array | int, jax.Array | int]:
-        """(row, column) of a consumer's tile in the block."""
-        return (0, consumer * self.columns) if self.side_by_side else (consumer * self.rows, 0)
 
 
 def rows_times_matrix(

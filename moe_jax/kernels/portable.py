@@ -19,6 +19,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from moe_jax.collectives import vary_like, zeros_like_type
+from moe_jax.kernels.choice import is_gpu
 
 MAX_TILE = 256
 MIN_TILE = 16
@@ -85,6 +86,8 @@ def _tile_size(num_rows: int, num_groups: int) -> int:
 
 
 def _part_size(tile: int) -> int:
+    if is_gpu():  # each size is a product more to compile and tune, which takes seconds there
+        return tile
     return min(tile, max(_ceil_div(tile, TILE_PARTS), MIN_PART))
 
 

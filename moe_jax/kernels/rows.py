@@ -10,7 +10,6 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import triton as plt
 from jaxtyping import Array, Float, Int
 
 from moe_jax.collectives import shape_like
@@ -73,6 +72,8 @@ def _gated(gate: jax.Array, up: jax.Array, d_hidden: jax.Array, activation: Acti
 
 
 def _spread_rows(rows_MH: jax.Array, slots_MK: jax.Array, num_pairs: int, interpret: bool = False) -> jax.Array:
+    from jax.experimental.pallas import triton as plt  # here: a jaxlib without CUDA need not have it
+
     (num_rows, width), num_slots = rows_MH.shape, slots_MK.shape[1]
     chunk = min(CHUNK, pl.next_power_of_2(width))
 
@@ -96,6 +97,8 @@ def _spread_rows(rows_MH: jax.Array, slots_MK: jax.Array, num_pairs: int, interp
 def _gated_gradient(
     gate_up_AF: jax.Array, d_hidden_AI: jax.Array, weights_A: jax.Array, activation: Activation, interpret: bool = False
 ) -> tuple[jax.Array, ...]:
+    from jax.experimental.pallas import triton as plt
+
     num_pairs, width = d_hidden_AI.shape
     chunk = min(CHUNK, pl.next_power_of_2(width))
     num_chunks = pl.cdiv(width, chunk)
@@ -134,6 +137,8 @@ def _call(
     kernel: Any, size: int, results: list[Any], interpret: bool, *arguments: jax.Array, aliases: Any = None
 ) -> tuple[jax.Array, ...]:
     """One program for each of `size` rows."""
+    from jax.experimental.pallas import triton as plt
+
     call = pl.pallas_call(
         kernel,
         out_shape=results,

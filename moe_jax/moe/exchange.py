@@ -22,7 +22,7 @@ from jax import lax
 
 from moe_jax.config import ModelConfig, MoEConfig
 from moe_jax.errors import require
-from moe_jax.kernels.hopper import ROW_ALIGNMENT
+from moe_jax.kernels.tiles import ROW_ALIGNMENT
 from moe_jax.moe.permute import sum_slots
 from moe_jax.sharding import BATCH
 
