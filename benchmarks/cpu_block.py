@@ -36,6 +36,11 @@ CONCENTRATIONS = {"even": 100.0, "skewed": 2.0}  # of the Dirichlet distribution
 ROWS, LENGTH = 8, 256  # of a batch of the step
 LOSS_TOLERANCE = 1e-4  # of the first loss, relative; float32 sums in another order
 WARM_UP = 2
+# glibc: memory that is freed stays with the process, in one heap. Otherwise XLA's temporary buffer, mapped anew in every
+# step, is zeroed by the kernel page by page. Costs: the memory stays taken, and threads share one lock.
+KEEP_MEMORY = {
+    "MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(1 << 34), "MALLOC_TOP_PAD_": str(1 << 28), "MALLOC_ARENA_MAX": "1",
+}  # fmt: skip
 TARGET_LEG, TARGET_STEP = 1.5, 1.5
 
 
@@ -195,7 +200,7 @@ def interleaved(requests: list[dict[str, Any]], rounds: int) -> tuple[dict[str, 
     """(median seconds by name; what the first call gave, where that is a number): a child a request, one at a time."""
     environment = os.environ | {
         "JAX_PLATFORMS": "cpu", "OMP_NUM_THREADS": str(requests[0]["threads"]), "HF_HUB_OFFLINE": "1",
-    }  # fmt: skip
+    } | (KEEP_MEMORY if requests[0]["malloc"] == "keep" else {})  # fmt: skip
     children, first, seconds = [], {}, {}
     try:
         for request in requests:
@@ -230,7 +235,7 @@ def _answer(child: subprocess.Popen) -> dict[str, float]:
 
 def measure_legs(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
     for case in PRODUCTS:
-        request = {"part": "legs", "product": dataclasses.asdict(case), "threads": args.threads}
+        request = {"part": "legs", "product": dataclasses.asdict(case), "threads": args.threads, "malloc": args.malloc}
         seconds, _ = interleaved([request], 3 * args.rounds)
         yield {"name": str(case), "seconds": seconds, "ratio": {leg: seconds[leg] / seconds["plain"] for leg in LEGS}}
 
@@ -238,9 +243,12 @@ def measure_legs(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
 def measure_steps(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
     for name in MODELS:
         requests = [
-            {"part": "step", "side": side, "model": name, "vocabulary": args.vocabulary, "threads": args.threads}
+            {
+                "part": "step", "side": side, "model": name, "vocabulary": args.vocabulary, "threads": args.threads,
+                "malloc": args.malloc,
+            }
             for side in STEPS
-        ]
+        ]  # fmt: skip
         seconds, losses = interleaved(requests, args.rounds)
         ours, theirs = losses["moe_jax"], losses["transformers"]
         if abs(ours - theirs) > LOSS_TOLERANCE * theirs:
@@ -290,6 +298,9 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=11)
     parser.add_argument("--vocabulary", type=int, default=1024)
+    parser.add_argument(
+        "--malloc", choices=("default", "keep"), default="default", help="keep: KEEP_MEMORY, for both sides"
+    )
     parser.add_argument("--work", type=json.loads, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.work:

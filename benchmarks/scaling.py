@@ -282,9 +282,7 @@ def _work_name(opcode: str, line: str, bodies: dict[str, str]) -> str:
     return f"{opcode} {scope}{' (backward)' if 'transpose(' in op_name else ''}"
 
 
-_PRODUCT = re.compile(
-    r" (dot|convolution|ragged-dot)\(|triton_gemm|triton_nested_gemm|gpu\.triton|__cublas|cutlass|mosaic"
-)
+_PRODUCT = re.compile(r" (dot|convolution|ragged-dot)\(|triton_gemm|triton_nested_gemm|__cublas|cutlass|mosaic")
 
 
 def _multiplies(line: str, bodies: dict[str, str]) -> bool:

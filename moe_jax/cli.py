@@ -1,22 +1,34 @@
 """The command `moe-jax`: parses, sets the devices, and calls.
 
-Exit codes: 0 done; 1 the training diverged; 2 a setting, file or argument that cannot work (one line on stderr says
-which); 143 stopped by SIGTERM after writing a checkpoint.
+Exit codes: 0 done; 1 the training diverged, or the doctor found a fault; 2 a setting, file or argument that cannot work (one
+line on stderr says which); 143 stopped by SIGTERM after writing a checkpoint.
 """
 
 import logging
 import os
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from moe_jax.errors import ConfigError
 from moe_jax.run_config import RunConfig
 
 TRAIN_USAGE = "moe-jax train RUN.yaml [--devices N | --distributed] [--section.field value ...]"
+DOCTOR_USAGE = "moe-jax doctor [--model MODEL] [--tokens N] [--dtype bfloat16]"
+TUNE_USAGE = (
+    "moe-jax tune {--model MODEL ... [--tokens N] | --rows M --experts E --hidden H --width I} "
+    "[--legs LEG ...] [--out tiles.json]"
+)
 USAGE = f"""usage: {TRAIN_USAGE}
+       {DOCTOR_USAGE}
+       {TUNE_USAGE}
 
   train   run the training that RUN.yaml describes; `moe-jax train --help` lists every field
+  doctor  what the experts' products run as on this machine, and whether that works
+  tune    measure tiles of the Hopper GPU kernels for the shapes of a model, into a table for MOE_JAX_TILES
+
+MODEL: a checkpoint folder, a config.json, or a well-known model such as Qwen3-30B-A3B
 """
 
 
@@ -38,13 +50,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command and returns its exit code."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     try:
-        if arguments[:1] == ["train"]:
-            return _train(arguments[1:])
+        commands = {"train": _train, "doctor": _doctor, "tune": _tune}
+        if arguments and arguments[0] in commands:
+            return commands[arguments[0]](arguments[1:])
         if arguments and arguments[0] in ("-h", "--help"):
             print(USAGE, end="")
             return 0
         raise ConfigError(
-            f"unknown command {arguments[0]!r}; the only one is 'train'" if arguments else "no command; try --help"
+            f"unknown command {arguments[0]!r}; there are {', '.join(commands)}"
+            if arguments
+            else "no command; try --help"
         )
     except ConfigError as error:
         print(f"moe-jax: {error}", file=sys.stderr)
@@ -91,6 +106,68 @@ def parse_run(arguments: Sequence[str]) -> ParsedRun:
     if namespace["devices"] and namespace["distributed"]:
         raise ConfigError(f"--devices is {namespace['devices']}, but must be absent beside --distributed")
     return ParsedRun(RunConfig(**fields), namespace["devices"], namespace["distributed"])
+
+
+def _doctor(arguments: list[str]) -> int:
+    import jsonargparse
+
+    parser = jsonargparse.ArgumentParser(prog="moe-jax doctor", exit_on_error=False, usage=DOCTOR_USAGE)
+    _add_model(parser, action="store")
+    parser.add_argument("--dtype", choices=["bfloat16", "float16", "float32"], default="bfloat16")
+    options = _parse(parser, arguments)
+    from moe_jax.doctor import DEFAULT_MODELS, examine, find_model, report_lines
+
+    models = [options.model] if options.model else DEFAULT_MODELS
+    report = examine(dict(find_model(m, options.tokens) for m in models), options.dtype)
+    print("\n".join(report_lines(report)))
+    return 1 if report.faults else 0
+
+
+def _tune(arguments: list[str]) -> int:
+    import jsonargparse
+
+    from moe_jax.kernels.choice import LEGS, TILES_VARIABLE
+
+    parser = jsonargparse.ArgumentParser(prog="moe-jax tune", exit_on_error=False, usage=TUNE_USAGE)
+    _add_model(parser, action="append")
+    sizes = ("rows", "experts", "hidden", "width")
+    for name in sizes:
+        parser.add_argument(f"--{name}", type=jsonargparse.typing.PositiveInt)
+    parser.add_argument("--legs", nargs="+", choices=LEGS, default=list(LEGS))
+    parser.add_argument("--out", default="tiles.json", help="the table that entries are added to")
+    options = _parse(parser, arguments)
+    given = [getattr(options, name) for name in sizes]
+    if not options.model and None in given:
+        raise ConfigError("tune needs --model, or all of --rows, --experts, --hidden and --width")
+    if options.model and any(given):
+        raise ConfigError("--rows, --experts, --hidden and --width cannot stand beside --model")
+    if options.tokens and not options.model:
+        raise ConfigError("--tokens needs --model; --rows says it all")
+    from moe_jax.doctor import find_model
+    from moe_jax.kernels.tuning import MoEShape, tune
+
+    models = dict(find_model(m, options.tokens) for m in options.model or ())
+    tune(models or {"model": MoEShape(given[0], 1, *given[1:])}, Path(options.out), options.legs)
+    print(f"use them with {TILES_VARIABLE}={Path(options.out).resolve()}")
+    return 0
+
+
+def _add_model(parser: Any, action: str) -> None:
+    import jsonargparse
+
+    parser.add_argument("--model", action=action, default=None,
+                        help="a checkpoint folder, a config.json or the name of a well-known model")  # fmt: skip
+    parser.add_argument("--tokens", type=jsonargparse.typing.NonNegativeInt, default=0,
+                        help="of a device in a step; 0 takes a usual number")  # fmt: skip
+
+
+def _parse(parser: Any, arguments: list[str]) -> Any:
+    from argparse import ArgumentError
+
+    try:
+        return parser.parse_args(arguments)
+    except ArgumentError as error:
+        raise ConfigError(" ".join(str(error).split())) from None
 
 
 def _parser() -> Any:

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -78,8 +79,6 @@ def test_settings_survive_json(run_file: Path, tmp_path: Path) -> None:
 def test_wrong_arguments_are_one_line_and_exit_code_2(
     run_file: Path, capsys: Any, arguments: list[str], message: str
 ) -> None:
-    import re
-
     assert main(["train", str(run_file), *arguments]) == 2
     error = capsys.readouterr().err
     assert re.search(message, error)
@@ -163,6 +162,46 @@ def test_help_lists_the_fields(capsys: Any) -> None:
         main(["train", "--help"])
     assert done.value.code == 0
     assert "--optimizer.warmup_steps" in capsys.readouterr().out
+
+
+def test_tune_passes_its_shapes_on(tmp_path: Path, capsys: Any, monkeypatch: Any) -> None:
+    calls = []
+    monkeypatch.setattr("moe_jax.kernels.tuning.tune", lambda *arguments: calls.append(arguments))
+    out = tmp_path / "tiles.json"
+    sizes = ["--rows", "96", "--experts", "4", "--hidden", "64", "--width", "128"]
+    assert main(["tune", *sizes, "--legs", "forward", "weight_gradient", "--out", str(out)]) == 0
+    assert main(["tune", "--model", "large", "--model", "OLMoE-1B-7B", "--tokens", "8"]) == 0
+    (models, path, legs), (named, default_path, all_legs) = calls
+    assert [tuple(model) for model in models.values()] == [(96, 1, 4, 64, 128)]
+    assert (path, list(legs)) == (out, ["forward", "weight_gradient"])
+    assert {name: (model.tokens, model.num_experts) for name, model in named.items()} == {
+        "large": (8, 128), "OLMoE-1B-7B": (8, 64),
+    }  # fmt: skip
+    assert (default_path, list(all_legs)) == (Path("tiles.json"), ["forward", "input_gradient", "weight_gradient"])
+    assert f"MOE_JAX_TILES={out}" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("arguments", "message"), [
+    (["tune"], "tune needs --model, or all of --rows"),
+    (["tune", "--rows", "8", "--experts", "4", "--hidden", "64"], "tune needs --model, or all of --rows"),
+    (["tune", "--model", "large", "--rows", "8"], "cannot stand beside --model"),
+    (["tune", "--rows", "8", "--experts", "4", "--hidden", "64", "--width", "64", "--tokens", "8"], "--tokens needs --model"),
+    (["tune", "--rows", "0"], "rows"),
+    (["tune", "--model", "large", "--legs", "backward"], "legs.*backward"),
+    (["tune", "--model", "large"], "kernels for Hopper GPUs.*'cpu'"),
+    (["doctor", "--tokens", "-1"], "tokens"),
+    (["doctor", "--tokens", "many"], "tokens"),
+    (["doctor", "--dtype", "int8"], "dtype.*int8"),
+    (["doctor", "--modle", "large"], "modle"),
+])  # fmt: skip
+def test_wrong_arguments_of_doctor_and_tune_are_one_line_and_exit_code_2(
+    capsys: Any, arguments: list[str], message: str
+) -> None:
+    assert main(arguments) == 2
+    error = capsys.readouterr().err
+    assert re.search(message, error)
+    assert error.count("\n") == 1
+    assert error.startswith("moe-jax: ")
 
 
 def test_simulated_devices_replace_an_earlier_number(monkeypatch: Any) -> None:
