@@ -143,7 +143,7 @@ def report_lines(report: Report) -> list[str]:
     lines += [f"  {probe.implementation:12}{_outcome(probe)}" for probe in report.probes]
     lines.append("")
     if not report.is_hopper:
-        lines.append("No Hopper GPU here: the portable implementation is used.")
+        lines.append("No Hopper GPU here: the products take the portable implementation.")
     return lines + ([f"WARNING: {fault}" for fault in report.faults] or ["No faults found."])
 
 

@@ -13,7 +13,7 @@ from moe_jax.cli import main
 from moe_jax.doctor import DEFAULT_MODELS, Probe, examine, find_model, report_lines, run_probe
 from moe_jax.errors import ConfigError
 from moe_jax.kernels import choice
-from moe_jax.kernels.hopper import Tiles
+from moe_jax.kernels.tiles import Tiles
 from moe_jax.kernels.tuning import KNOWN_MODELS, MoEShape, add_entries
 
 MODEL = {"mine": MoEShape(1024, 2, 8, 256, 128)}
@@ -40,7 +40,7 @@ def test_on_a_cpu_all_is_portable_and_that_is_no_fault(capsys: Any) -> None:
         "jax 0.",
         "jaxlib 0.",
         "8 x cpu",
-        "the portable implementation is used",
+        "the products take the portable implementation",
         "No faults found",
         *DEFAULT_MODELS,
     ):

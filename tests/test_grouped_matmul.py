@@ -8,7 +8,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from reference import relative_norm
 
-from moe_jax.kernels import portable
 from moe_jax.kernels.grouped_matmul import grouped_matmul
 
 F32_RELATIVE = 1e-6  # float32 products of at most a few hundred terms
@@ -105,15 +104,3 @@ def test_other_group_sizes_compile_nothing_new():
     for sizes in ([8, 8, 8, 8], [32, 0, 0, 0], [0, 1, 2, 3]):
         f(x, w, jnp.array(sizes, jnp.int32))
     assert f._cache_size() == 1
-
-
-@pytest.mark.parametrize("num_groups", [8, 64])
-def test_work_does_not_grow_with_the_number_of_groups(num_groups):
-    """The number of visits bounds the products: no more than one extra row tile for each group."""
-    num_rows = 4096
-    sizes = jnp.full(num_groups, num_rows // num_groups, jnp.int32)
-    tile = portable._tile_size(num_rows, num_groups)
-    count = int(portable._visits(sizes, num_rows, tile)[3])
-    assert count * tile <= 1.01 * num_rows
-    uneven = sizes.at[0].add(3).at[1].add(-3)
-    assert int(portable._visits(uneven, num_rows, tile)[3]) <= num_rows // tile + num_groups

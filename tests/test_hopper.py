@@ -23,7 +23,7 @@ from reference import relative_norm
 from moe_jax.collectives import vary_like
 from moe_jax.kernels import hopper, portable
 from moe_jax.kernels.grouped_matmul import grouped_matmul, input_gradient, weight_gradient
-from moe_jax.kernels.hopper import Tiles
+from moe_jax.kernels.tiles import Tiles
 
 IS_COMPLETE = hasattr(plgpu, "InterpretGPUParams")
 if IS_COMPLETE:
@@ -51,9 +51,11 @@ GROUPS = {
 
 
 @pytest.fixture(autouse=True)
-def no_hang() -> Iterator[None]:
+def one_device() -> Iterator[None]:
+    """Under a mesh that an earlier test left, the eight devices would wait for each other inside the interpreter."""
     faulthandler.dump_traceback_later(HANG_SECONDS, exit=True)
-    yield
+    with jax.set_mesh(jax.make_mesh((1,), ("one",), axis_types=(AxisType.Auto,), devices=jax.devices()[:1])):
+        yield
     faulthandler.cancel_dump_traceback_later()
 
 
@@ -156,7 +158,11 @@ def test_the_public_legs_take_any_number_of_rows_and_add_to_a_total(stand_ins, o
     expected = by_group(x, w, dy, sizes)
     total = np.random.default_rng(1).normal(size=w.shape).astype(np.float32)
     assert relative_norm(grouped_matmul(x, w, sizes).astype(jnp.float32), expected["forward"]) < HALF_STEP["bfloat16"]
-    found = weight_gradient(x, dy, sizes, jnp.asarray(total), out_dtype=jnp.bfloat16)
+    with pytest.raises(ValueError, match="leave one of them out"):
+        weight_gradient(x, dy, sizes, jnp.asarray(total), out_dtype=jnp.bfloat16)
+    with pytest.raises(ValueError, match="must have one dtype, not bfloat16 and float32"):
+        grouped_matmul(x, w.astype(jnp.float32), sizes)
+    found = weight_gradient(x, dy, sizes, jnp.asarray(total))
     assert found.dtype == jnp.float32
     assert relative_norm(found, expected["weight_gradient"] + total) < F32_RELATIVE
     assert np.array_equal(np.asarray(found)[0], total[0])  # an empty group adds nothing
@@ -263,8 +269,8 @@ def test_the_legs_lower_inside_shard_map(experts, on_h200):
     w = cut if experts == "cut" else none
     num_rows, inner, out = 1024, 128, 192
     arrays = abstract_arrays(num_rows, 16, inner, out)
-    f = jax.shard_map(all_legs, mesh=mesh, in_specs=(cut, w, cut, w), out_specs=(cut, cut, w))
-    text = cuda_text(f, arrays)
+    with jax.set_mesh(mesh):
+        text = cuda_text(jax.shard_map(all_legs, in_specs=(cut, w, cut, w), out_specs=(cut, cut, w)), arrays)
     assert_kernels_only(text, 3, max(num_rows * out, 16 * inner * out))
     assert ("all_reduce" in text) == (experts == "replicated")
 
@@ -279,8 +285,8 @@ def test_a_total_is_added_to_in_a_loop_inside_shard_map(on_h200):
         step = lambda carry: (carry[0] - 1, weight_gradient(x, dy, sizes, carry[1]))  # noqa: E731
         return jax.lax.while_loop(lambda carry: carry[0] > 0, step, start)[1]
 
-    f = jax.shard_map(legs, mesh=mesh, in_specs=cut, out_specs=cut)
-    text = cuda_text(f, abstract_arrays(1024, 16, 128, 192))
+    with jax.set_mesh(mesh):
+        text = cuda_text(jax.shard_map(legs, in_specs=cut, out_specs=cut), abstract_arrays(1024, 16, 128, 192))
     assert_kernels_only(text, 1, 16 * 128 * 192)
 
 

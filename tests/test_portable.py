@@ -20,7 +20,7 @@ def rows_of_visits(sizes, num_rows, tile):
         found += [
             (int(visits.groups_V[v]), int(visits.starts_V[v]), size, moved_back) for v in range(int(first), int(last))
         ]
-    assert len(found) == int(visits.count)
+    assert len(found) == sum(int(last - first) for first, last in visits.bounds)
     return found
 
 

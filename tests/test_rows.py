@@ -18,16 +18,19 @@ ROUNDED = 4e-3  # one rounding to bfloat16
 
 @pytest.mark.parametrize("width", [200, 2048, 4100])
 def test_rows_are_spread_to_their_slots(width):
-    """10 rows with 3 slots each of 24 places; six slots are none."""
+    """10 rows with 3 slots each, in 24 of 27 places; six slots are none."""
     rng = np.random.default_rng(0)
-    slots_MK = np.minimum(rng.permutation(30), 24).reshape(10, 3).astype(np.int32)
+    slots_MK = rng.permutation(30)
+    slots_MK = np.where(slots_MK < 24, slots_MK, 27).reshape(10, 3).astype(np.int32)
     values = rng.normal(size=(10, width)).astype(np.float32)
-    source_A = np.full(24, 10, np.int32)
+    source_A = np.full(27, 10, np.int32)
     for row, slots in enumerate(slots_MK):
-        source_A[slots[slots < 24]] = row
+        source_A[slots[slots < 27]] = row
     arguments = jnp.asarray(values), jnp.asarray(source_A), jnp.asarray(slots_MK)
-    np.testing.assert_array_equal(rows.spread_rows(*arguments), values[source_A])
-    np.testing.assert_array_equal(rows._spread_rows(arguments[0], arguments[2], 24, interpret=True), values[source_A])
+    interpreted = rows._spread_rows(arguments[0], arguments[2], 27, interpret=True)
+    for found in (rows.spread_rows(*arguments), interpreted):
+        assert found.shape == (27, width)
+        np.testing.assert_array_equal(found[:24], values[source_A[:24]])
 
 
 @pytest.mark.parametrize("activation", sorted(ACTIVATION_FUNCTIONS))
@@ -51,6 +54,27 @@ def test_gradient_of_the_gated_activation(activation, width, dtype, limit):
         assert relative_norm(found.d_gate_up_AF.astype(jnp.float32), expected[0]) < limit
         assert relative_norm(found.scaled_AI.astype(jnp.float32), scaled) < limit
         assert relative_norm(found.d_weights_A, expected[1]) < EXACT
+
+
+@pytest.mark.parametrize("activation", sorted(ACTIVATION_FUNCTIONS))
+def test_the_kernels_of_every_activation_lower_for_cuda(activation, monkeypatch):
+    """Inside shard_map, as the layer calls them; the exact GELU takes the plain path."""
+    monkeypatch.setattr(rows, "is_gpu", lambda: True)
+    devices = jax.sharding.AbstractDevice(device_kind="NVIDIA H200", num_cores=132, platform="gpu")
+    mesh = jax.sharding.AbstractMesh((2,), ("x",), abstract_device=devices)
+    shapes = [(8, 512), (8, 256), (8,), (4, 128), (8,), (4, 2)]
+    dtypes = [jnp.bfloat16, jnp.bfloat16, jnp.float32, jnp.bfloat16, jnp.int32, jnp.int32]
+
+    def block(gate_up, d_hidden, weights, values, source, slots):
+        return (*rows.gated_gradient(gate_up, d_hidden, weights, ACTIVATION_FUNCTIONS[activation]),
+                rows.spread_rows(values, source, slots))  # fmt: skip
+
+    spec = jax.sharding.PartitionSpec("x")
+    function = jax.jit(jax.shard_map(block, mesh=mesh, in_specs=(spec,) * 6, out_specs=spec))
+    arguments = [jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in zip(shapes, dtypes, strict=True)]
+    with jax.sharding.use_abstract_mesh(mesh):
+        text = function.trace(*arguments).lower(lowering_platforms=("cuda",)).as_text()
+    assert text.count("gpu.triton") == (1 if activation == "gelu" else 2)
 
 
 @settings(max_examples=30, deadline=None)

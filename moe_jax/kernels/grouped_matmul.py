@@ -4,7 +4,8 @@ M rows, D and F inner and outer width, E groups. The rows are sorted by group: g
 of the groups before it; rows past the sum belong to no group and give zeros. Group sizes are data: any (0 included) whose sum is
 at most M, never read by the host, and others compile nothing anew.
 
-Each leg (the product and its two gradients) has its own implementation, which `choice` takes by device, dtype and shape.
+Both factors have one dtype (ValueError otherwise). Each leg (the product and its two gradients) has its own implementation, which
+`choice` takes by device, dtype and shape.
 """
 
 from typing import Any
@@ -39,12 +40,16 @@ def weight_gradient(
     dy_MF: Float[Array, "M F"],
     group_sizes_E: Int[Array, " E"],
     total_EDF: Float[Array, "E D F"] | None = None,
-    out_dtype: Any = jnp.float32,
+    out_dtype: Any = None,
 ) -> Float[Array, "E D F"]:
     """x[rows of e]^T dy[rows of e]: the product's gradient with respect to w, summed in float32. Rows of no group take no part.
 
-    total_EDF: float32, what to add it to. out_dtype: what the result is rounded to where there is no total.
+    total_EDF: float32, what to add it to. out_dtype: what the result is rounded to; None is float32. ValueError for both.
     """
+    if total_EDF is not None and out_dtype is not None:
+        raise ValueError(f"out_dtype is {out_dtype} beside a total, which is float32: leave one of them out")
+    out_dtype = jnp.float32 if out_dtype is None else out_dtype
+    _check_dtypes(x_MD, dy_MF)
     (num_rows, inner), out = x_MD.shape, dy_MF.shape[1]
     choice = choose(Shape("weight_gradient", x_MD.dtype, num_rows, group_sizes_E.shape[0], inner, out))
     if choice.tiles is None:
@@ -53,9 +58,8 @@ def weight_gradient(
     from moe_jax.kernels import hopper  # here: a jaxlib without CUDA need not have what it imports
 
     dw_EDF = hopper.weight_gradient(
-        _pad_rows(x_MD), _pad_rows(dy_MF), group_sizes_E,
-        out_dtype=out_dtype if total_EDF is None else jnp.float32, tiles=choice.tiles,
-    )  # fmt: skip
+        _pad_rows(x_MD), _pad_rows(dy_MF), group_sizes_E, out_dtype=out_dtype, tiles=choice.tiles
+    )
     dw_EDF = vary_like(dw_EDF, x_MD, dy_MF, group_sizes_E)
     return dw_EDF if total_EDF is None else total_EDF + dw_EDF
 
@@ -76,6 +80,7 @@ grouped_matmul.defvjp(_forward, _backward)
 
 def _rows_times_matrix(leg: str, x: jax.Array, w_EDF: jax.Array, group_sizes_E: jax.Array) -> jax.Array:
     """x is [M, D], or [M, F] for the input's gradient."""
+    _check_dtypes(x, w_EDF)
     num_rows, transpose = x.shape[0], leg == "input_gradient"
     choice = choose(Shape(leg, x.dtype, num_rows, *w_EDF.shape))
     if choice.tiles is None:
@@ -84,6 +89,11 @@ def _rows_times_matrix(leg: str, x: jax.Array, w_EDF: jax.Array, group_sizes_E: 
 
     y = hopper.rows_times_matrix(_pad_rows(x), w_EDF, group_sizes_E, transpose=transpose, tiles=choice.tiles)
     return vary_like(y[:num_rows], x, w_EDF, group_sizes_E)
+
+
+def _check_dtypes(a: jax.Array, b: jax.Array) -> None:
+    if a.dtype != b.dtype:
+        raise ValueError(f"both factors of a grouped product must have one dtype, not {a.dtype} and {b.dtype}")
 
 
 def _pad_rows(x: jax.Array) -> jax.Array:

@@ -83,7 +83,7 @@ def rows_times_matrix(
             def _store_some():
                 _store_rows(target, part, row, tile.low, tile.high, interpret)
 
-        num_tiles = lax.div(count[0] * column_tiles - where.cluster + (where.num_clusters - 1), where.num_clusters)
+        num_tiles = _div(count[0] * column_tiles - where.cluster + (where.num_clusters - 1), where.num_clusters)
         _run(tiles, where, num_tiles, tile_at, load, multiply, store, store_columns, out.dtype, loaded, freed)
 
     table_T4, count = _row_tiles(group_sizes_E, num_rows, block_rows)
@@ -131,13 +131,13 @@ def weight_gradient(
         num_tiles = rounds + ((reverse if rounds % 2 else where.cluster) < rest).astype(jnp.int32)
 
         def tile_at(number):
-            index = number * where.num_clusters + jnp.where(lax.rem(number, 2) == 0, where.cluster, reverse)
-            rank = lax.div(index, group_tiles)
+            index = number * where.num_clusters + jnp.where(_rem(number, 2) == 0, where.cluster, reverse)
+            rank = _div(index, group_tiles)
             row_tile, column_tile = plgpu.planar_snake(
                 index - rank * group_tiles, (row_tiles, column_tiles), 1, tiles.width
             )
             first, low, high = pl.multiple_of(table[rank, 1], ROW_ALIGNMENT), table[rank, 2], table[rank, 3]
-            steps = jnp.where(high > low, lax.div(high - first + (TILE_K - 1), TILE_K), 0)
+            steps = jnp.where(high > low, _div(high - first + (TILE_K - 1), TILE_K), 0)
             column = (column_tile * tiles.cluster + where.block) * block_columns
             return _Tile(steps, table[rank, 0], row_tile * block_rows, column, first, low, high)
 
@@ -249,7 +249,7 @@ def _run(
             tile = tile_at(number)
 
             def one_step(k, step):
-                slot = lax.rem(step, stages)
+                slot = _rem(step, stages)
                 plgpu.barrier_wait(freed.at[slot])
                 load(tile, k, slot)
                 return step + 1
@@ -271,14 +271,14 @@ def _run(
 
             def sum_up(sums):
                 def one_step(k, step):
-                    slot = lax.rem(step, stages)
+                    slot = _rem(step, stages)
                     plgpu.barrier_wait(loaded.at[slot])
                     multiply(tile, k, slot, sums)
                     plgpu.wgmma_wait(1)
 
                     @pl.when(k > 0)
                     def _free_previous():
-                        plgpu.barrier_arrive(freed.at[lax.rem(step + (stages - 1), stages)])
+                        plgpu.barrier_arrive(freed.at[_rem(step + (stages - 1), stages)])
 
                     return step + 1
 
@@ -287,7 +287,7 @@ def _run(
 
                 @pl.when(tile.steps > 0)
                 def _free_last():
-                    plgpu.barrier_arrive(freed.at[lax.rem(end + (stages - 1), stages)])
+                    plgpu.barrier_arrive(freed.at[_rem(end + (stages - 1), stages)])
 
                 return sums[...].astype(out_dtype)
 
@@ -309,7 +309,10 @@ def _load_shared_rows(tiles: Tiles, source: Any, target: Any, barrier: Any) -> N
 
 
 def _store_through(buffer: Any, part: Any, target: Any) -> None:
-    """`part` to global memory by the copy engine, by way of one of two buffers."""
+    """`part` to global memory by the copy engine, by way of one of two buffers.
+
+    64 rows of a tile are an even number of parts, so that the two alternate from tile to tile as well.
+    """
     plgpu.wait_smem_to_gmem(1, wait_read_only=True)
     buffer[...] = part
     plgpu.commit_smem()
@@ -409,6 +412,16 @@ def _group_table(group_sizes_E: jax.Array) -> jax.Array:
     starts_E = ends_E - sizes_E
     firsts_E = starts_E // ROW_ALIGNMENT * ROW_ALIGNMENT
     return jnp.stack([order_E, firsts_E[order_E], starts_E[order_E], ends_E[order_E]], axis=1)
+
+
+def _div(a: jax.Array, b: jax.Array | int) -> jax.Array:
+    """a / b, rounded down, in the dtype of a (a Python number is int64 under jax_enable_x64)."""
+    return lax.div(a, jnp.asarray(b, a.dtype))
+
+
+def _rem(a: jax.Array, b: jax.Array | int) -> jax.Array:
+    """a - b (a / b), in the dtype of a."""
+    return lax.rem(a, jnp.asarray(b, a.dtype))
 
 
 def _ceil_div(a: Any, b: int) -> Any:

@@ -35,13 +35,12 @@ class Visits(NamedTuple):
     """The visits, those of one size of tile side by side.
 
     groups_V, starts_V, ends_V: the group, the first row of the tile, and the row after the group's last one.
-    count: how many there are. bounds: the first visit of each size of tile and the one after its last.
+    bounds: the first visit of each size of tile and the one after its last.
     """
 
     groups_V: jax.Array
     starts_V: jax.Array
     ends_V: jax.Array
-    count: jax.Array
     bounds: list[tuple[jax.Array, jax.Array]]
 
 
@@ -107,15 +106,15 @@ def _visits(group_sizes_E: jax.Array, num_rows: int, tile: int) -> Visits:
     parts_E = _ceil_div(group_sizes_E % tile, part)
     most_parts = _ceil_div(tile, part)
     moved_back = (parts_E > 0) & (rest_starts_E + jnp.minimum(parts_E * part, tile) > num_rows)
-    kind_E = jnp.where(moved_back, most_parts + jnp.minimum(parts_E, 2), parts_E)
+    num_kinds = 1 if part == tile else most_parts + 2  # a whole tile may be moved back anyway
+    kind_E = parts_E if part == tile else jnp.where(moved_back, most_parts + jnp.minimum(parts_E, 2), parts_E)
     order_E = jnp.argsort(kind_E)
-    kinds = jnp.arange(most_parts + 3, dtype=kind_E.dtype)
+    kinds = jnp.arange(num_kinds + 1, dtype=kind_E.dtype)
     bounds = num_full + jnp.sum(kind_E[None, :] <= kinds[:, None], axis=1, dtype=group_sizes_E.dtype)
     groups_V = jnp.concatenate([groups_V.astype(order_E.dtype), order_E])
     return Visits(
         groups_V, jnp.concatenate([starts_V, rest_starts_E[order_E]]), ends_E[groups_V],
-        full_ends_E[-1] + bounds[-1] - bounds[0],
-        [(jnp.zeros_like(bounds[0]), full_ends_E[-1]), *((bounds[k], bounds[k + 1]) for k in range(most_parts + 2))],
+        [(jnp.zeros_like(bounds[0]), full_ends_E[-1]), *((bounds[k], bounds[k + 1]) for k in range(num_kinds))],
     )  # fmt: skip
 
 
@@ -132,7 +131,8 @@ def _for_each_tile(
     part = _part_size(tile)
     visits = _visits(group_sizes_E, num_rows, tile)
     # Of a rest only the last part is in doubt.
-    sizes = [(tile, tile), *((min(n, tile), n - part) for n in range(part, tile + part, part)), (part, 0), (tile, 0)]
+    rests = [(min(n, tile), n - part) for n in range(part, tile + part, part)]
+    sizes = [(tile, tile), *rests, *([] if part == tile else [(part, 0), (tile, 0)])]
     for (size, num_owned), (first, last) in zip(sizes, visits.bounds, strict=True):
 
         def body(v: jax.Array, carry: Carry, size: int = size, num_owned: int = num_owned) -> Carry:

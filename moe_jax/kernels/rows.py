@@ -48,12 +48,12 @@ def gated_gradient(
     weights_A: Float[Array, " A"],
     activation: Activation,
 ) -> GatedGradient:
-    """The gradient of weights[a] * hidden[a], hidden = activation(gate) * up, where `d_hidden` is by that product.
+    """The gradient of weights[a] * hidden[a], hidden = activation(gate) * up. d_hidden: that by weights[a] * hidden[a].
 
-    d weights[a] = <d_hidden[a], hidden[a]>; scaled hidden = weights[a] * hidden[a], which the weight gradient of the product after
-    it is of. Computed in float32. On GPUs the first two results take the place of the arguments, if nothing else needs those.
+    d weights[a] = <d_hidden[a], hidden[a]>. scaled hidden = weights[a] * hidden[a], an operand of the down product's weight
+    gradient. Computed in float32. On GPUs the first two results take the place of the arguments, if nothing else needs those.
     """
-    if not is_gpu():
+    if not is_gpu() or not _triton_has(activation):
         gate_AI, up_AI = jnp.split(gate_up_AF.astype(jnp.float32), 2, axis=1)
         d_hidden = d_hidden_AI.astype(jnp.float32)
         hidden_AI, d_gate_AI, d_up_AI = _gated(gate_AI, up_AI, d_hidden * weights_A[:, None], activation)
@@ -62,6 +62,11 @@ def gated_gradient(
         scaled_AI = hidden_AI * weights_A[:, None]
         return GatedGradient(d_gate_up_AF.astype(gate_up_AF.dtype), scaled_AI.astype(gate_up_AF.dtype), d_weights_A)
     return GatedGradient(*_gated_gradient(gate_up_AF, d_hidden_AI, weights_A, activation))
+
+
+def _triton_has(activation: Activation) -> bool:
+    """Whether the kernel can hold the activation: Triton has no erf, which the exact GELU takes."""
+    return "erf" not in str(jax.make_jaxpr(activation)(jnp.zeros((), jnp.float32)))
 
 
 def _gated(gate: jax.Array, up: jax.Array, d_hidden: jax.Array, activation: Activation) -> tuple[jax.Array, ...]:
@@ -120,6 +125,7 @@ def _gated_gradient(
 
             d = get(d_hidden, gates)
             hidden, d_gate, d_up = _gated(get(gate_up, gates), get(gate_up, ups), d * weight, activation)
+            # The results lie where the arguments do. A thread writes the places that it has read: same types, same layout.
             put(d_gate_up, gates, d_gate)
             put(d_gate_up, ups, d_up)
             put(scaled, gates, hidden * weight)
@@ -128,7 +134,7 @@ def _gated_gradient(
         total = jax.lax.fori_loop(0, num_chunks, one_chunk, jnp.zeros((chunk,), jnp.float32))
         d_weights[pair] = jnp.sum(total)
 
-    arguments = gate_up_AF, d_hidden_AI, weights_A
+    arguments = gate_up_AF, d_hidden_AI.astype(gate_up_AF.dtype), weights_A
     results = [shape_like(a.shape, a.dtype, *arguments) for a in arguments]
     return _call(kernel, num_pairs, results, interpret, *arguments, aliases={0: 0, 1: 1})
 

@@ -23,6 +23,13 @@ class Tiles:
     width: int = 8
     side_by_side: bool = False
 
+    def __post_init__(self) -> None:
+        if not (self.rows > 0 and self.rows % 64 == 0 and self.columns > 0 and self.columns % 128 == 0
+                and self.stages >= 2 and self.cluster in (1, 2) and self.width >= 1):  # fmt: skip
+            raise ValueError(
+                f"{self}: rows must be a multiple of 64, columns of 128, stages 2 or more, cluster 1 or 2, width 1 or more"
+            )
+
     @property
     def block(self) -> tuple[int, int]:
         """Rows and columns of a block."""

@@ -9,12 +9,15 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from moe_jax.kernels.choice import is_gpu
 from moe_jax.kernels.grouped_matmul import grouped_matmul, input_gradient, weight_gradient
 from moe_jax.kernels.rows import Activation, gated_gradient, spread_rows
 from moe_jax.layers.mlp import gated
 from moe_jax.moe.permute import sum_slots, take_or_zero
 
-COUNTED_PAIRS = 256  # pairs that are compared with one another
+# Pairs that are compared with one another. XLA on CPU fuses a comparison into its sum only up to so many; with 256, the pairs
+# of 16,384 tokens with 8 of 128 experts would take 204 MB, not 7.
+COUNTED_PAIRS, COUNTED_PAIRS_GPU = 32, 256
 
 
 class Weights(NamedTuple):
@@ -69,15 +72,16 @@ def sort_pairs(
     earlier blocks, and of those before it in its block.
     """
     flat_N = expert_ids_MK.reshape(-1)
-    num_pairs, num_blocks = flat_N.shape[0], -(-flat_N.shape[0] // COUNTED_PAIRS)
-    padding = num_blocks * COUNTED_PAIRS - num_pairs
-    ids_BC = jnp.pad(flat_N, (0, padding), constant_values=num_experts).reshape(num_blocks, COUNTED_PAIRS)
+    num_pairs, size = flat_N.shape[0], COUNTED_PAIRS_GPU if is_gpu() else COUNTED_PAIRS
+    num_blocks = -(-num_pairs // size)
+    padding = num_blocks * size - num_pairs
+    ids_BC = jnp.pad(flat_N, (0, padding), constant_values=num_experts).reshape(num_blocks, size)
     expert_E = jnp.arange(num_experts, dtype=flat_N.dtype)
     counts_BE = jnp.sum(ids_BC[:, :, None] == expert_E[None, None, :], axis=1, dtype=jnp.int32)
     ends_BE = jnp.cumsum(counts_BE, axis=0)
     ends_E = jnp.cumsum(ends_BE[-1])
     starts_BE = ends_BE - counts_BE + (ends_E - ends_BE[-1])[None, :]
-    index_C = jnp.arange(COUNTED_PAIRS)
+    index_C = jnp.arange(size)
     is_before_BCC = (ids_BC[:, :, None] == ids_BC[:, None, :]) & (index_C[None, None, :] < index_C[None, :, None])
     rank_BC = jnp.sum(is_before_BCC, axis=2, dtype=jnp.int32)
     place_BC = jnp.take_along_axis(starts_BE, jnp.minimum(ids_BC, num_experts - 1), axis=1) + rank_BC
@@ -124,11 +128,11 @@ def experts_output(
 def experts_gradient(
     rows_MH: Float[Array, "M H"], gate_up_AF: Float[Array, "A F"], dy_MH: Float[Array, "M H"], block: Block,
     weights: Weights, activation: Activation, total: Weights | None = None,
-    weights_dtype: Any = jnp.float32,
+    weights_dtype: Any = None,
 ) -> tuple[Float[Array, "M H"], Float[Array, "M K"], Weights]:  # fmt: skip
     """(d rows, d combine weights, d weights) of `experts_output`, float32: what is added up is rounded once, at the end.
 
-    total: what d weights are added to. weights_dtype: of d weights without a total.
+    total: what d weights are added to. weights_dtype: of d weights without a total; None is float32.
 
     The down product is not repeated: a weight's gradient is <dy W_down^T, hidden>, of which the first factor is needed anyway.
     """
@@ -137,8 +141,9 @@ def experts_gradient(
     d_gate_up_AF, scaled_AI, d_weight_A = gated_gradient(gate_up_AF, d_hidden_AI, block.weights_A, activation)
     rows_AH = spread_rows(rows_MH, block.source_A, block.slots_MK)
     totals = (total.down_EIH, total.gate_up_EHF) if total else (None, None)
-    d_down = weight_gradient(scaled_AI, dy_AH, block.group_sizes_E, totals[0], weights_dtype)
-    d_gate_up = weight_gradient(rows_AH, d_gate_up_AF, block.group_sizes_E, totals[1], weights_dtype)
+    out_dtype = None if total else weights_dtype
+    d_down = weight_gradient(scaled_AI, dy_AH, block.group_sizes_E, totals[0], out_dtype)
+    d_gate_up = weight_gradient(rows_AH, d_gate_up_AF, block.group_sizes_E, totals[1], out_dtype)
     d_rows_AH = input_gradient(d_gate_up_AF, weights.gate_up_EHF, block.group_sizes_E)
     d_weights = Weights(d_gate_up.reshape(weights.gate_up_EHGI.shape), d_down)
     return sum_slots(d_rows_AH, block.slots_MK), take_or_zero(d_weight_A, block.slots_MK), d_weights
