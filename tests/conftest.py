@@ -14,6 +14,17 @@ import jaxtyping
 
 _shape_checks = jaxtyping.install_import_hook(["moe_jax.kernels", "moe_jax.layers", "moe_jax.moe"], "beartype.beartype")
 
+from collections.abc import Iterator
+
 import jax
+import pytest
+from jax.sharding import AxisType
 
 jax.config.update("jax_numpy_rank_promotion", "raise")
+
+
+@pytest.fixture
+def one_device() -> Iterator[None]:
+    """For tests of single arrays: not under a mesh of eight devices that an earlier test left."""
+    with jax.set_mesh(jax.make_mesh((1,), ("one",), axis_types=(AxisType.Auto,), devices=jax.devices()[:1])):
+        yield

@@ -10,6 +10,8 @@ from reference import relative_norm
 
 from moe_jax.kernels.grouped_matmul import grouped_matmul
 
+pytestmark = pytest.mark.usefixtures("one_device")
+
 F32_RELATIVE = 1e-6  # float32 products of at most a few hundred terms
 BF16_RELATIVE = 4e-3  # half a bf16 step (2^-8) of the output
 

@@ -83,15 +83,17 @@ def test_no_stack_of_weights_is_whole_on_a_device(mesh: str) -> None:
     assert not sizes & whole
 
 
-def test_work_and_memory_fall_with_the_expert_axis_alone() -> None:
-    """C72: EP8 against one device, the same global batch; the exchange's buffers hold a stated part of the balanced load."""
+def test_memory_falls_with_the_expert_axis_alone() -> None:
+    """C72: EP8 against one device, the same global batch; the exchange's buffers hold a stated part of the balanced load.
+
+    Of the work the cost analysis says nothing here: it counts a loop of unknown length once.
+    """
     figures = {}
     for mesh in ("1 device", "EP8"):
         compiled = compiled_step(mesh)
         memory = compiled.memory_analysis()
-        figures[mesh] = (compiled.cost_analysis()["flops"], memory.argument_size_in_bytes, memory.temp_size_in_bytes)
-    (flops, arguments, temporary), (flops_8, arguments_8, temporary_8) = figures["1 device"], figures["EP8"]
-    assert 4 < flops / flops_8 < 9  # the cost analysis counts a loop of unknown length once, so not quite 8
+        figures[mesh] = (memory.argument_size_in_bytes, memory.temp_size_in_bytes)
+    (arguments, temporary), (arguments_8, temporary_8) = figures["1 device"], figures["EP8"]
     assert 7 < arguments / arguments_8 < 8.1
     assert temporary / temporary_8 > 5  # 6.4 here
 

@@ -8,19 +8,22 @@ from hypothesis import strategies as st
 
 from moe_jax.kernels import portable
 
+pytestmark = pytest.mark.usefixtures("one_device")
+
 
 def rows_of_visits(sizes, num_rows, tile):
     """(group, first row, rows of the tile, whether it may be moved back) of every visit, read from the plan."""
     visits, part = portable._visits(jnp.array(sizes, jnp.int32), num_rows, tile), portable._part_size(tile)
     num_rest = -(-tile // part)
-    sizes_of_loops = [tile, *(min(tile, part * (k + 1)) for k in range(num_rest)), part, tile]
+    last = [] if part == tile else [part, tile]  # a rest that is a whole tile may be moved back in its own loop
+    sizes_of_loops = [tile, *(min(tile, part * (k + 1)) for k in range(num_rest)), *last]
     found = []
-    for index, (size, (first, last)) in enumerate(zip(sizes_of_loops, visits.bounds, strict=True)):
-        moved_back = index >= len(sizes_of_loops) - 2
+    for index, (size, (first, end)) in enumerate(zip(sizes_of_loops, visits.bounds, strict=True)):
+        moved_back = index >= (1 if part == tile else len(sizes_of_loops) - 2)
         found += [
-            (int(visits.groups_V[v]), int(visits.starts_V[v]), size, moved_back) for v in range(int(first), int(last))
+            (int(visits.groups_V[v]), int(visits.starts_V[v]), size, moved_back) for v in range(int(first), int(end))
         ]
-    assert len(found) == sum(int(last - first) for first, last in visits.bounds)
+    assert len(found) == sum(int(end - first) for first, end in visits.bounds)
     return found
 
 
